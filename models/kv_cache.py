@@ -1,0 +1,129 @@
+"""The paged key/value cache of a whole model.
+
+Each layer's mixer declares what it keeps per token; the cache holds one page pool per layer, all
+indexed by the same page table. Page 0 is the trash page: padding rows write there and nothing reads
+it. A contiguous cache is the special case page size = maximum length, one page per sequence.
+The page layout itself belongs to the attention kernel (`pallas_kernels/paged_attention/layout.py`).
+Paging: Kwon et al. 2023 (PagedAttention).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from models.batch import RaggedBatch
+from models.config import ModelConfig, RopeSpec
+from models.rope import rotation
+from pallas_kernels.paged_attention.layout import page_size_of, pages_shape, read_dense, write_pages
+
+TRASH_PAGE = 0
+
+
+@dataclass(frozen=True)
+class PagedKVSpec:
+    """Keys and values of every token: 2 * num_kv_heads * head_dim values per token and layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: Any) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * np.dtype(dtype).itemsize
+
+
+@struct.dataclass
+class KVCache:
+    """`layers[i]` is layer i's page pool, laid out by the attention kernel."""
+
+    layers: tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class StepIndex:
+    """What every layer of one forward pass shares, computed once (lives only while tracing).
+
+    page_T, offset_T: where each row's key and value go; rotations: cos and sin per rotary spec.
+    """
+
+    batch: RaggedBatch
+    page_T: jax.Array
+    offset_T: jax.Array
+    rotations: Mapping[RopeSpec, tuple[jax.Array, jax.Array]]
+    attention_impl: str
+
+
+def cache_specs(config: ModelConfig) -> tuple[PagedKVSpec, ...]:
+    from models.mixers import mixer_of  # mixers declare their cache with the classes above
+
+    return tuple(mixer_of(layer.mixer).cache(layer.mixer) for layer in config.layers)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: Any) -> int:
+    """Cache bytes of one token over all layers."""
+    return sum(spec.bytes_per_token(dtype) for spec in cache_specs(config))
+
+
+def num_pages_for(
+    config: ModelConfig, page_size: int, dtype: Any, memory_bytes: int, fraction: float = 0.9
+) -> int:
+    """Pages (the trash page included) that fit in `fraction` of `memory_bytes`, at least 2."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"memory fraction must be in (0, 1], got {fraction}")
+    page_bytes = page_size * kv_bytes_per_token(config, dtype)
+    pages = int(memory_bytes * fraction) // page_bytes
+    if pages < 2:
+        raise ValueError(
+            f"a cache needs 2 pages of {page_bytes:,} bytes (one is the trash page), but "
+            f"{fraction:.0%} of {memory_bytes:,} bytes holds {pages}; use a smaller page size, "
+            "a smaller dtype or more memory"
+        )
+    return pages
+
+
+def init_cache(config: ModelConfig, num_pages: int, page_size: int, dtype: Any) -> KVCache:
+    """A zeroed cache of `num_pages` pages, the trash page included."""
+    if page_size < 1:
+        raise ValueError(f"page size must be at least 1, got {page_size}")
+    if num_pages < 2:
+        raise ValueError(f"a cache needs at least 2 pages (page 0 is the trash page), got {num_pages}")
+    return KVCache(
+        layers=tuple(
+            jnp.zeros(pages_shape(num_pages, page_size, spec.num_kv_heads, spec.head_dim), dtype)
+            for spec in cache_specs(config)
+        )
+    )
+
+
+def step_index(
+    config: ModelConfig, cache: KVCache, batch: RaggedBatch, attention_impl: str
+) -> StepIndex:
+    page_size = page_size_of(cache.layers[0])
+    num_slots = batch.q_len_S.shape[0]
+    page_T = batch.page_table_SM.at[batch.slot_T, batch.positions_T // page_size].get(
+        mode="fill", fill_value=TRASH_PAGE
+    )
+    page_T = jnp.where(batch.slot_T < num_slots, page_T, TRASH_PAGE)
+    prompt_len_T = batch.prompt_len_S.at[batch.slot_T].get(mode="fill", fill_value=0)
+    ropes = {layer.mixer.rope for layer in config.layers if layer.mixer.rope is not None}
+    length_T = jnp.maximum(prompt_len_T, batch.positions_T + 1)
+    return StepIndex(
+        batch=batch,
+        page_T=page_T,
+        offset_T=batch.positions_T % page_size,
+        rotations={rope: rotation(rope, batch.positions_T, length_T) for rope in ropes},
+        attention_impl=attention_impl,
+    )
+
+
+def append(kv_pages: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, step: StepIndex) -> jax.Array:
+    """Write the new tokens' keys and values; padding rows land in the trash page."""
+    return write_pages(kv_pages, k_TKH, v_TKH, step.page_T, step.offset_T)
+
+
+def dense_view(cache: KVCache, layer: int, page_table_SM: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [S, X, K, H] of one layer, for reference and tests."""
+    return read_dense(cache.layers[layer], page_table_SM)
