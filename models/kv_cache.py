@@ -7,7 +7,7 @@ The page layout itself belongs to the attention kernel (`pallas_kernels/paged_at
 Paging: Kwon et al. 2023 (PagedAttention).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,24 +56,21 @@ class StepIndex:
     attention_impl: str
 
 
-def cache_specs(config: ModelConfig) -> tuple[PagedKVSpec, ...]:
-    from models.mixers import mixer_of  # mixers declare their cache with the classes above
-
-    return tuple(mixer_of(layer.mixer).cache(layer.mixer) for layer in config.layers)
+CacheSpecs = Sequence[PagedKVSpec]  # one per layer, see `models.model.cache_specs`
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: Any) -> int:
+def kv_bytes_per_token(specs: CacheSpecs, dtype: Any) -> int:
     """Cache bytes of one token over all layers."""
-    return sum(spec.bytes_per_token(dtype) for spec in cache_specs(config))
+    return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 
 def num_pages_for(
-    config: ModelConfig, page_size: int, dtype: Any, memory_bytes: int, fraction: float = 0.9
+    specs: CacheSpecs, page_size: int, dtype: Any, memory_bytes: int, fraction: float = 0.9
 ) -> int:
     """Pages (the trash page included) that fit in `fraction` of `memory_bytes`, at least 2."""
     if not 0 < fraction <= 1:
         raise ValueError(f"memory fraction must be in (0, 1], got {fraction}")
-    page_bytes = page_size * kv_bytes_per_token(config, dtype)
+    page_bytes = page_size * kv_bytes_per_token(specs, dtype)
     pages = int(memory_bytes * fraction) // page_bytes
     if pages < 2:
         raise ValueError(
@@ -84,7 +81,7 @@ def num_pages_for(
     return pages
 
 
-def init_cache(config: ModelConfig, num_pages: int, page_size: int, dtype: Any) -> KVCache:
+def init_cache(specs: CacheSpecs, num_pages: int, page_size: int, dtype: Any) -> KVCache:
     """A zeroed cache of `num_pages` pages, the trash page included."""
     if page_size < 1:
         raise ValueError(f"page size must be at least 1, got {page_size}")
@@ -93,7 +90,7 @@ def init_cache(config: ModelConfig, num_pages: int, page_size: int, dtype: Any) 
     return KVCache(
         layers=tuple(
             jnp.zeros(pages_shape(num_pages, page_size, spec.num_kv_heads, spec.head_dim), dtype)
-            for spec in cache_specs(config)
+            for spec in specs
         )
     )
 

@@ -13,7 +13,7 @@ from flax import struct
 from models.batch import RaggedBatch
 from models.config import LayerSpec, ModelConfig
 from models.contract import contract
-from models.kv_cache import KVCache, step_index
+from models.kv_cache import KVCache, PagedKVSpec, step_index
 from models.mixers import mixer_of
 from models.mlp import MlpParams, apply_mlp, declare_mlp
 from models.norms import NormParams, apply_norm, declare_norm
@@ -69,6 +69,11 @@ def _declare_layer(config: ModelConfig, layer: LayerSpec) -> LayerParams:
         mlp_norm=norm_if("pre", "sandwich"),
         mlp_post_norm=norm_if("post", "sandwich"),
     )
+
+
+def cache_specs(config: ModelConfig) -> tuple[PagedKVSpec, ...]:
+    """What each layer keeps per token, as its mixer declares it."""
+    return tuple(mixer_of(layer.mixer).cache(layer.mixer) for layer in config.layers)
 
 
 def forward(
