@@ -1,0 +1,99 @@
+"""Ragged paged attention: one contract for prefill, chunked prefill, decode and verification.
+
+Slot s brings q_len_S[s] new queries, rows q_start_S[s] .. of q_TNH, whose keys and values are
+already in the page pool (see `layout`). The query i of slot s stands at position
+p = kv_len_S[s] - q_len_S[s] + i and sees the keys j with max(0, p - window + 1) <= j <= p.
+
+Invariant: unused pages, positions past kv_len, padding rows and page table entries past the last
+used one may hold anything, NaN included, and change no bit of the result.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.problem import Problem, check
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`supports` gives None or the reason why it cannot take a problem; `attend` computes it."""
+
+    supports: Callable[[Problem], str | None]
+    attend: Callable[..., jax.Array]
+
+
+# In the order in which "auto" tries them.
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.supports, reference.attend),
+}
+
+
+def choose(problem: Problem, impl: str = "auto") -> str:
+    """The name of the implementation that takes `problem`; ValueError with the reasons if none."""
+    if impl != "auto" and impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}: must be one of {['auto', *IMPLEMENTATIONS]}")
+    names = list(IMPLEMENTATIONS) if impl == "auto" else [impl]
+    reasons = {name: IMPLEMENTATIONS[name].supports(problem) for name in names}
+    for name, reason in reasons.items():
+        if reason is None:
+            return name
+    raise ValueError("; ".join(f"impl {name!r}: {reason}" for name, reason in reasons.items()))
+
+
+def ragged_paged_attention(
+    q_TNH: jax.Array,
+    kv_pages: jax.Array,
+    page_table_SM: jax.Array,
+    q_start_S: jax.Array,
+    q_len_S: jax.Array,
+    kv_len_S: jax.Array,
+    *,
+    scale: float,
+    max_q_len: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    impl: str = "auto",
+) -> jax.Array:
+    """Causal attention of all slots' new tokens over their paged keys and values.
+
+    q_TNH           queries of all slots; the query head n reads KV head n // (N / K)
+    kv_pages        one layer's page pool
+    page_table_SM   page of positions j*C .. j*C+C-1 in column j, int32
+    q_start_S, q_len_S, kv_len_S   rows of each slot and its keys, the new ones included, int32
+    max_q_len       static upper bound of q_len_S: 1 for decode
+    window          how many keys a query sees at most, itself included
+    softcap         scores become softcap * tanh(scores / softcap)
+    sinks_N         one more logit per head in the softmax, whose value is dropped
+
+    Returns o_TNH in q's dtype, 0 in rows that no slot owns.
+    """
+    problem = check(
+        q_TNH,
+        kv_pages,
+        page_table_SM,
+        q_start_S,
+        q_len_S,
+        kv_len_S,
+        max_q_len=max_q_len,
+        window=window,
+        softcap=softcap,
+        sinks_N=sinks_N,
+    )
+    attend = IMPLEMENTATIONS[choose(problem, impl)].attend
+    return attend(
+        q_TNH,
+        kv_pages,
+        page_table_SM,
+        q_start_S,
+        q_len_S,
+        kv_len_S,
+        scale=scale,
+        max_q_len=max_q_len,
+        window=window,
+        softcap=softcap,
+        sinks_N=sinks_N,
+    )
