@@ -19,9 +19,13 @@ from flax import struct
 from models.batch import RaggedBatch
 from models.config import ModelConfig, RopeSpec
 from models.rope import rotation
-from pallas_kernels.paged_attention.layout import page_size_of, pages_shape, read_dense, write_pages
-
-TRASH_PAGE = 0
+from pallas_kernels.paged_attention.layout import (
+    TRASH_PAGE,
+    page_size_of,
+    pages_shape,
+    read_dense,
+    write_pages,
+)
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,6 @@ def num_pages_for(
 
 def init_cache(specs: CacheSpecs, num_pages: int, page_size: int, dtype: Any) -> KVCache:
     """A zeroed cache of `num_pages` pages, the trash page included."""
-    if page_size < 1:
-        raise ValueError(f"page size must be at least 1, got {page_size}")
-    if num_pages < 2:
-        raise ValueError(f"a cache needs at least 2 pages (page 0 is the trash page), got {num_pages}")
     return KVCache(
         layers=tuple(
             jnp.zeros(pages_shape(num_pages, page_size, spec.num_kv_heads, spec.head_dim), dtype)

@@ -14,8 +14,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from models.dims import LOGICAL_AXES
+from sharding.axes import Rules, named_sharding
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ def init(declaration: Any, key: jax.Array, dtype: Any) -> Any:
         return (jnp.ones if p.init == "ones" else jnp.zeros)(p.shape, p.resolve_dtype(dtype))
 
     return jax.tree.unflatten(treedef, [make(p, k) for p, k in zip(leaves, keys, strict=True)])
+
+
+def shardings(declaration: Any, mesh: Mesh, rules: Rules) -> Any:
+    """Tree of `NamedSharding`, from each parameter's logical axes."""
+    return jax.tree.map(lambda p: named_sharding(p.axes, p.shape, mesh, rules), declaration)
 
 
 def num_params(declaration: Any) -> int:

@@ -1,0 +1,101 @@
+"""What the scripts share: arguments that name a model, loading it, reading prompts, error exit."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from engine.platform import enable_compilation_cache, resolve_dtype
+from engine.tokenizer import Tokenizer, load_tokenizer
+from models.checkpoint.load import load_model
+from models.checkpoint.registry import resolve
+from models.config import ModelConfig
+from models.model import ModelParams
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    config: ModelConfig
+    params: ModelParams
+    tokenizer: Tokenizer
+    dtype: jnp.dtype
+    load_s: float
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="smollm2-135m",
+        help="short name (smollm2-135m, gemma3-270m), directory, .gguf file or Hugging Face id",
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument(
+        "--no-compilation-cache",
+        action="store_true",
+        help="do not keep compiled programs in the user cache directory",
+    )
+
+
+def open_model(args: argparse.Namespace) -> LoadedModel:
+    start = time.perf_counter()
+    if not args.no_compilation_cache:
+        enable_compilation_cache()
+    dtype = resolve_dtype(args.dtype)
+    path = resolve(args.model)
+    config, params = load_model(path, dtype)
+    tokenizer = load_tokenizer(path)
+    return LoadedModel(config, params, tokenizer, dtype, time.perf_counter() - start)
+
+
+def read_prompts(texts: Sequence[str], files: Sequence[str], lines: bool) -> list[str]:
+    """Prompts of the command line, then of each file (`-` is standard input).
+
+    A file is one prompt, or with `lines` one prompt per line that is not blank. With neither texts
+    nor files, standard input is read unless it is a terminal.
+    """
+    files = list(files)
+    if not texts and not files:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt; give one as an argument, with --file, or on standard input")
+        files = ["-"]
+    prompts = list(texts)
+    for name in files:
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        source = "standard input" if name == "-" else name
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
+                "convert it first"
+            ) from error
+        if lines:
+            found = [line for line in text.splitlines() if line.strip()]
+            if not found:
+                raise ValueError(f"{source} holds no prompt: every line is blank")
+            prompts += found
+        else:
+            prompts.append(text.removesuffix("\n"))
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {i} is empty; give at least one character")
+    return prompts
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main`; bad input becomes one line on standard error and exit code 2."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(_fail(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2

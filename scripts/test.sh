@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Runs the tests in .venv (made if absent). --all adds, in .venv-parity with Python 3.11, the core of
+# the suite on the oldest supported jax and live parity with transformers.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/find_python.sh
+
+all=false
+case "${1:-}" in
+  "") ;;
+  --all) all=true ;;
+  *) echo "usage: scripts/test.sh [--all]" >&2; exit 2 ;;
+esac
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
+
+python="$(find_python)"
+make_venv .venv "$python" "[test]"
+echo "==> ruff"
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+echo "==> tests on $(.venv/bin/python -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")')"
+.venv/bin/python -m pytest --ignore tests/parity
+
+if $all; then
+  make_venv .venv-parity "$(find_python 3.11)" "[parity]"
+  describe='import sys, jax, torch, transformers as t; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}, torch {torch.__version__}, transformers {t.__version__}")'
+  echo "==> core tests and live parity on $(.venv-parity/bin/python -c "$describe")"
+  .venv-parity/bin/python -m pytest tests/models tests/pallas_kernels tests/engine tests/parity
+fi
+echo "==> all passed"
