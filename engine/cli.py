@@ -1,4 +1,4 @@
-"""What the scripts share: arguments that name a model, loading it, reading prompts, error exit."""
+"""What the scripts share: naming and loading a model, reading prompts, the error exit."""
 
 import argparse
 import sys
@@ -60,7 +60,7 @@ def read_prompts(texts: Sequence[str], files: Sequence[str], lines: bool) -> lis
     files = list(files)
     if not texts and not files:
         if sys.stdin.isatty():
-            raise ValueError("no prompt; give one as an argument, with --file, or on standard input")
+            raise ValueError("no prompt: give one as an argument, with --file or on standard input")
         files = ["-"]
     prompts = list(texts)
     for name in files:

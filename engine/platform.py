@@ -40,7 +40,7 @@ def min_matmul_rows(dtype: jnp.dtype) -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that one device has left: the accelerator's own report, or the host's available RAM."""
+    """Memory one device has left: as the accelerator reports it, or the host's available RAM."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

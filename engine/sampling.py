@@ -9,12 +9,12 @@ the position of the output token, so a row's draws do not change with its neighb
 import jax
 import jax.numpy as jnp
 
-# Vocabulary entries per partial sum of the two-level search; the vocabulary is padded to a multiple.
+# Vocabulary entries per partial sum of the two-level search; the last block is padded.
 _BLOCK = 256
 
 
 def argmax_rows(logits_SV: jax.Array) -> jax.Array:
-    """Lowest index of each row's maximum. Two plain reductions: XLA's CPU argmax is not vectorised."""
+    """Lowest index of each row's maximum, as two plain reductions: XLA's CPU argmax is slow."""
     top_S1 = jnp.max(logits_SV, axis=-1, keepdims=True)
     ids_V = jnp.arange(logits_SV.shape[-1], dtype=jnp.int32)
     return jnp.min(jnp.where(logits_SV == top_S1, ids_V, logits_SV.shape[-1] - 1), axis=-1)

@@ -42,6 +42,23 @@ class RopeSpec:
             raise ValueError(f"rotary_dim must be even and positive, got {self.rotary_dim}")
         if self.theta <= 0:
             raise ValueError(f"rope theta must be positive, got {self.theta}")
+        if self.factor <= 0:
+            raise ValueError(f"rope factor must be positive, got {self.factor}")
+        if self.kind == "dynamic" and (self.rotary_dim < 4 or self.max_position < 1):
+            raise ValueError(
+                f"dynamic rope needs rotary_dim >= 4 and a max_position, got {self.rotary_dim} and "
+                f"{self.max_position}"
+            )
+        if self.kind in ("llama3", "yarn", "longrope") and self.original_max_position < 2:
+            raise ValueError(
+                f"{self.kind} rope needs an original_max_position >= 2, got "
+                f"{self.original_max_position}"
+            )
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope high_freq_factor {self.high_freq_factor} must exceed low_freq_factor "
+                f"{self.low_freq_factor}"
+            )
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
             if self.kind == "longrope" and len(values) != self.rotary_dim // 2:
@@ -90,9 +107,7 @@ class AttentionSpec:
         if self.window is not None and self.window < 1:
             raise ValueError(f"sliding window must be at least 1, got {self.window}")
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
-            raise ValueError(
-                f"rotary_dim {self.rope.rotary_dim} exceeds head_dim {self.head_dim}"
-            )
+            raise ValueError(f"rotary_dim {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
 
 
 @dataclass(frozen=True)
@@ -112,12 +127,11 @@ class LayerSpec:
     `pre`       x += mixer(norm(x));        x += mlp(norm(x))
     `post`      x += norm(mixer(x));        x += norm(mlp(x))
     `sandwich`  x += norm(mixer(norm(x)));  x += norm(mlp(norm(x)))
-    `parallel`  x += mixer(norm(x)) + mlp(norm(x)), one shared norm
     """
 
     mixer: AttentionSpec
     mlp: MlpSpec
-    norms: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    norms: Literal["pre", "post", "sandwich"] = "pre"
 
 
 @dataclass(frozen=True)

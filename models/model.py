@@ -64,7 +64,7 @@ def _declare_layer(config: ModelConfig, layer: LayerSpec) -> LayerParams:
     return LayerParams(
         mixer=mixer_of(layer.mixer).declare(layer.mixer, config.norm, D),
         mlp=declare_mlp(layer.mlp, D),
-        mixer_norm=norm_if("pre", "sandwich", "parallel"),
+        mixer_norm=norm_if("pre", "sandwich"),
         mixer_post_norm=norm_if("post", "sandwich"),
         mlp_norm=norm_if("pre", "sandwich"),
         mlp_post_norm=norm_if("post", "sandwich"),
@@ -107,12 +107,9 @@ def _apply_layer(config, spec: LayerSpec, params: LayerParams, cache, x_TD, step
     def norm(p: NormParams | None, y_TD: jax.Array) -> jax.Array:
         return y_TD if p is None else apply_norm(config.norm, p, y_TD)
 
-    y_TD = norm(params.mixer_norm, x_TD)
     mixed_TD, cache = mixer_of(spec.mixer).apply(
-        spec.mixer, config.norm, params.mixer, cache, y_TD, step
+        spec.mixer, config.norm, params.mixer, cache, norm(params.mixer_norm, x_TD), step
     )
-    if spec.norms == "parallel":
-        return x_TD + mixed_TD + apply_mlp(spec.mlp, params.mlp, y_TD), cache
     x_TD = x_TD + norm(params.mixer_post_norm, mixed_TD)
     fed_TD = apply_mlp(spec.mlp, params.mlp, norm(params.mlp_norm, x_TD))
     return x_TD + norm(params.mlp_post_norm, fed_TD), cache

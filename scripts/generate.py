@@ -11,9 +11,8 @@ from engine.cli import LoadedModel, add_model_arguments, open_model, read_prompt
 from engine.generate import GenerateConfig, Generator, Sampling
 from engine.platform import free_memory_bytes, min_matmul_rows
 from models.kv_cache import kv_bytes_per_token
-from models.model import cache_specs
+from models.model import cache_specs, declare
 from models.params import size_bytes
-from models.model import declare
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,9 @@ class Stats:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prompts", nargs="*", help="one prompt each; several run as one batch")
-    parser.add_argument("--file", action="append", default=[], help="read a prompt from a file, - is stdin")
+    parser.add_argument(
+        "--file", action="append", default=[], help="read a prompt from a file, - is stdin"
+    )
     parser.add_argument("--lines", action="store_true", help="files hold one prompt per line")
     add_model_arguments(parser)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -54,7 +55,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the chat template")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--num-pages", type=int, help="pages in the cache (default: what is needed)")
+    parser.add_argument(
+        "--num-pages", type=int, help="pages in the cache (default: what is needed)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser.parse_args()
 

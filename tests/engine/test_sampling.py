@@ -86,9 +86,7 @@ def test_successive_outputs_of_one_seed_differ():
 def test_greedy_batch_runs_no_random_code():
     hlo = (
         jax.jit(sample_rows)
-        .lower(
-            jnp.zeros((2, 512)), jnp.zeros(2), jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.int32)
-        )
+        .lower(jnp.zeros((2, 512)), jnp.zeros(2), jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.int32))
         .as_text()
     )
     before_branch = hlo.split("stablehlo.case")[0] if "stablehlo.case" in hlo else hlo

@@ -1,0 +1,189 @@
+"""Decode speed against the machine's matmul-read bound and against HF transformers.
+
+Every repetition times each engine in turn on the same work (greedy, fixed number of new tokens,
+random prompts), so that noise meets all of them alike; medians are reported. The peer runs in its
+own process, because its Python may be another one:
+
+    .venv/bin/python scripts/bench_decode.py --peer-python .venv-parity/bin/python
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from engine.bandwidth import measure_read_bandwidth
+from engine.cli import run
+from engine.generate import GenerateConfig, Generator, Sampling
+from engine.platform import enable_compilation_cache, min_matmul_rows, resolve_dtype
+from models.checkpoint.load import load_model
+from models.checkpoint.registry import resolve
+from models.model import declare
+from models.params import size_bytes
+
+DTYPES = ("float32", "bfloat16")
+
+
+class Peer:
+    """HF transformers in a child process; one JSON line per request and answer."""
+
+    def __init__(self, python: str, model: Path):
+        script = Path(__file__).parent / "bench_decode_peer.py"
+        self.process = subprocess.Popen(
+            [python, str(script), str(model)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.name = self._read()["name"]
+
+    def time_s(self, prompts: np.ndarray, new_tokens: int, dtype: str) -> float:
+        request = {"prompts": prompts.tolist(), "new_tokens": new_tokens, "dtype": dtype}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._read()["seconds"]
+
+    def _read(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise ValueError(f"the peer process ended with code {self.process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="a GGUF model that both can read")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peer-python", help="Python with torch and transformers; none: no peer")
+    parser.add_argument("--output", type=Path, help="also write the JSON object to this file")
+    return parser.parse_args()
+
+
+def time_ours_s(generator: Generator, prompts: np.ndarray, new_tokens: int) -> float:
+    start = time.perf_counter()
+    count = sum(
+        len(item.token_ids)
+        for news in generator.generate(
+            prompts.tolist(), Sampling(max_tokens=new_tokens, ignore_eos=True)
+        )
+        for item in news
+    )
+    assert count == prompts.shape[0] * new_tokens
+    return time.perf_counter() - start
+
+
+def make_generators(path: Path, batches: list[int], length: int):
+    """Per dtype: (weight bytes, {batch: generator}); parameters shared by the generators."""
+    made = {}
+    for name in DTYPES:
+        dtype = resolve_dtype(name)
+        config, params = load_model(path, dtype)
+        generators = {
+            batch: Generator(
+                config,
+                params,
+                GenerateConfig(
+                    max_num_seqs=batch, max_model_len=length, min_rows=min_matmul_rows(dtype)
+                ),
+            )
+            for batch in batches
+        }
+        made[name] = (size_bytes(declare(config), dtype), generators)
+    return config, made
+
+
+def main() -> None:
+    args = parse_args()
+    enable_compilation_cache()
+    path = resolve(args.model)
+    length = max(128, 1 << (args.prompt_tokens + args.new_tokens - 1).bit_length())
+    config, made = make_generators(path, args.batches, length)
+    peer = Peer(args.peer_python, path) if args.peer_python else None
+    rng = np.random.default_rng(0)
+    times: dict[tuple, list[float]] = {}
+    rounds = tqdm(range(args.repeats + 1), desc="rounds", file=sys.stderr)
+    for round_index in rounds:  # the first one compiles and warms
+        for batch in args.batches:
+            prompts = rng.integers(10, config.vocab_size, (batch, args.prompt_tokens))
+            for dtype in DTYPES:
+                seconds = time_ours_s(made[dtype][1][batch], prompts, args.new_tokens)
+                record = [(("pallasite", dtype, batch), seconds)]
+                if peer:
+                    seconds = peer.time_s(prompts, args.new_tokens, dtype)
+                    record.append((("hf", dtype, batch), seconds))
+                if round_index:
+                    for key, value in record:
+                        times.setdefault(key, []).append(value)
+    bandwidth = {
+        name: measure_read_bandwidth(resolve_dtype(name), min_matmul_rows(resolve_dtype(name)))
+        for name in DTYPES
+    }
+    if peer:
+        peer.close()
+    rows = report(args, made, times, bandwidth)
+    result = {
+        "benchmark": "decode",
+        "label": "measured",
+        "model": args.model,
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "peer": peer.name if peer else None,
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+        "repeats": args.repeats,
+        "read_bandwidth_gb_per_s": {k: round(v / 1e9, 2) for k, v in bandwidth.items()},
+        "rows": rows,
+    }
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def report(args, made, times, bandwidth) -> list[dict]:
+    """Print the table; a row's bound is batch * bandwidth / weight bytes."""
+    print(
+        f"{'engine':10} {'dtype':9} {'batch':>5} {'tok/s':>8} {'bound':>8} {'share':>6} {'x HF':>6}"
+    )
+    rows = []
+    for (engine, dtype, batch), samples in sorted(times.items(), key=lambda x: (x[0][2], x[0])):
+        seconds = statistics.median(samples)
+        rate = batch * args.new_tokens / seconds
+        bound = batch * bandwidth[dtype] / made[dtype][0]
+        peer = times.get(("hf", dtype, batch))
+        ratio = statistics.median(peer) / seconds if peer else None
+        rows.append(
+            {
+                "engine": engine,
+                "dtype": dtype,
+                "batch": batch,
+                "tok_per_s": round(rate, 1),
+                "spread": [
+                    round(batch * args.new_tokens / s, 1) for s in (max(samples), min(samples))
+                ],
+                "read_bound_tok_per_s": round(bound, 1),
+                "over_hf_same_dtype": round(ratio, 2) if ratio else None,
+            }
+        )
+        print(
+            f"{engine:10} {dtype:9} {batch:5} {rate:8.1f} {bound:8.1f} {rate / bound:6.0%} "
+            f"{ratio or float('nan'):6.2f}"
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    run(main)
