@@ -155,9 +155,7 @@ def main() -> None:
 
 def report(args, made, times, bandwidth) -> list[dict]:
     """Print the table; a row's bound is batch * bandwidth / weight bytes."""
-    print(
-        f"{'engine':10} {'dtype':9} {'batch':>5} {'tok/s':>8} {'bound':>8} {'share':>6} {'x HF':>6}"
-    )
+    print("engine     dtype     batch    tok/s    bound  share   x HF")
     rows = []
     for (engine, dtype, batch), samples in sorted(times.items(), key=lambda x: (x[0][2], x[0])):
         seconds = statistics.median(samples)
@@ -171,7 +169,7 @@ def report(args, made, times, bandwidth) -> list[dict]:
                 "dtype": dtype,
                 "batch": batch,
                 "tok_per_s": round(rate, 1),
-                "spread": [
+                "slowest_to_fastest_tok_per_s": [
                     round(batch * args.new_tokens / s, 1) for s in (max(samples), min(samples))
                 ],
                 "read_bound_tok_per_s": round(bound, 1),

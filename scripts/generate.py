@@ -55,9 +55,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the chat template")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument(
-        "--num-pages", type=int, help="pages in the cache (default: what is needed)"
-    )
+    parser.add_argument("--num-pages", type=int, help="pages in the cache (default: as needed)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser.parse_args()
 

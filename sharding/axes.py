@@ -1,8 +1,8 @@
 """From logical axes to mesh axes.
 
-A parameter says what its axes are (`heads`, `mlp`, ...), rules say which mesh axis each is split
-over, and the result is a `PartitionSpec`. Nothing is split silently in a wrong way: a mesh axis used
-twice in one array, or a size that does not divide, is an error that names the axis and both numbers.
+A parameter says what its axes are (`heads`, `mlp`, ...), rules say which mesh axis splits each, and
+the result is a `PartitionSpec`. Nothing is split wrongly in silence: a mesh axis used twice in one
+array, or a size that does not divide, is an error that names the axis and both numbers.
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,7 +36,10 @@ Sources = Mapping[str, Source]
 
 @dataclass(frozen=True)
 class Family:
-    """`hf_ignored` and `gguf_ignored`: patterns of stored tensors that no parameter needs."""
+    """`hf_ignored` and `gguf_ignored`: patterns (whole names) of stored tensors that no parameter
+    needs. `hf_prefix` begins the names of `hf_sources`; where no name in a file begins with it, it
+    stands in front of every one of them.
+    """
 
     name: str
     model_types: tuple[str, ...]
@@ -47,3 +50,4 @@ class Family:
     gguf_sources: Callable[[ModelConfig], Sources] | None
     hf_ignored: tuple[re.Pattern, ...] = ()
     gguf_ignored: tuple[re.Pattern, ...] = ()
+    hf_prefix: str = "model."
