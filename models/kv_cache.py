@@ -15,17 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
 from models.batch import RaggedBatch
 from models.config import ModelConfig, RopeSpec
 from models.rope import rotation
 from pallas_kernels.paged_attention.layout import (
+    PAGES_AXES,
     TRASH_PAGE,
     page_size_of,
     pages_shape,
     read_dense,
     write_pages,
 )
+from sharding.axes import Rules, named_sharding
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,11 @@ def init_cache(specs: CacheSpecs, num_pages: int, page_size: int, dtype: Any) ->
             for spec in specs
         )
     )
+
+
+def cache_shardings(cache: KVCache, mesh: Mesh, rules: Rules) -> KVCache:
+    """Shardings of a cache whose heads are split as the key and value weights are."""
+    return jax.tree.map(lambda x: named_sharding(PAGES_AXES, x.shape, mesh, rules), cache)
 
 
 def step_index(

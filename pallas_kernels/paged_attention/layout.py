@@ -16,6 +16,9 @@ import jax.numpy as jnp
 
 TRASH_PAGE = 0
 
+# Logical axis of each dimension, for sharding rules: heads are the only one that is ever split.
+PAGES_AXES = (None, None, "kv_heads", None, None)
+
 
 def pages_shape(
     num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
