@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.checkpoint.tensors import TensorStore
 from models.config import ModelConfig
 
 
@@ -45,9 +46,9 @@ class Family:
     model_types: tuple[str, ...]
     gguf_archs: tuple[str, ...]
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    config_from_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None
+    config_from_gguf: Callable[[Mapping[str, Any], TensorStore], ModelConfig]
     hf_sources: Callable[[ModelConfig], Sources]
-    gguf_sources: Callable[[ModelConfig], Sources] | None
+    gguf_sources: Callable[[ModelConfig], Sources]
     hf_ignored: tuple[re.Pattern, ...] = ()
     gguf_ignored: tuple[re.Pattern, ...] = ()
     hf_prefix: str = "model."

@@ -21,6 +21,8 @@ from models.families.fields import (
     number,
     refuse_unsupported,
 )
+from models.families.gguf import GGUF_IGNORED, config_from_gguf
+from models.families.gguf_archs import gguf_sources
 from models.families.rope_fields import read_rope, rope_dict, rope_spec
 
 _GEMMA2_SIZES = {
@@ -160,12 +162,13 @@ def _family(name: str, model_type: str, config_from_hf) -> Family:
     return Family(
         name=name,
         model_types=(model_type,),
-        gguf_archs=(),
+        gguf_archs=(name,),
         config_from_hf=config_from_hf,
-        config_from_gguf=None,
+        config_from_gguf=config_from_gguf,
         hf_sources=gemma_sources,
-        gguf_sources=None,
+        gguf_sources=gguf_sources,
         hf_ignored=names.IGNORED,
+        gguf_ignored=GGUF_IGNORED,
     )
 
 

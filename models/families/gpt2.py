@@ -18,6 +18,8 @@ from models.families.fields import (
     refuse_unsupported,
     token_ids,
 )
+from models.families.gguf import GGUF_IGNORED, config_from_gguf
+from models.families.gguf_archs import gguf_sources
 
 
 def gpt2_config(fields: Fields) -> ModelConfig:
@@ -94,15 +96,16 @@ def gpt2_sources(config: ModelConfig) -> Sources:
 GPT2 = Family(
     name="gpt2",
     model_types=("gpt2",),
-    gguf_archs=(),
+    gguf_archs=("gpt2",),
     config_from_hf=gpt2_config,
-    config_from_gguf=None,
+    config_from_gguf=config_from_gguf,
     hf_sources=gpt2_sources,
-    gguf_sources=None,
+    gguf_sources=gguf_sources,
     # The causal masks that older files hold as tensors, and a second copy of tied embeddings.
     hf_ignored=(
         re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),
         re.compile(r"lm_head\.weight"),
     ),
+    gguf_ignored=GGUF_IGNORED,
     hf_prefix="transformer.",
 )

@@ -16,6 +16,8 @@ from models.families.fields import (
     nullable_integer,
     refuse_unsupported,
 )
+from models.families.gguf import GGUF_IGNORED, config_from_gguf
+from models.families.gguf_archs import gguf_sources
 from models.families.rope_fields import read_rope
 
 _LLAMA_SIZES = {
@@ -118,19 +120,21 @@ def _rotating_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [bool(value) for value in listed[:num_layers]]
 
 
-def _family(name: str, config_from_hf) -> Family:
+def _family(name: str, config_from_hf, gguf_archs: tuple[str, ...]) -> Family:
     return Family(
         name=name,
         model_types=(name,),
-        gguf_archs=(),
+        gguf_archs=gguf_archs,
         config_from_hf=config_from_hf,
-        config_from_gguf=None,
+        config_from_gguf=config_from_gguf,
         hf_sources=names.llama_sources,
-        gguf_sources=None,
+        gguf_sources=gguf_sources,
         hf_ignored=names.IGNORED,
+        gguf_ignored=GGUF_IGNORED,
     )
 
 
-LLAMA = _family("llama", llama_config)
-MISTRAL = _family("mistral", mistral_config)
-SMOLLM3 = _family("smollm3", smollm3_config)
+LLAMA = _family("llama", llama_config, ("llama",))
+# GGUF files call Mistral a llama.
+MISTRAL = _family("mistral", mistral_config, ())
+SMOLLM3 = _family("smollm3", smollm3_config, ("smollm3",))

@@ -5,6 +5,8 @@ from models.families import names
 from models.families.decoder import read_sizes, rms_decoder
 from models.families.family import Family, Sources
 from models.families.fields import Fields, activation, flag, refuse_unsupported
+from models.families.gguf import GGUF_IGNORED, config_from_gguf
+from models.families.gguf_archs import gguf_sources
 from models.families.rope_fields import read_rope
 
 _SIZES = {
@@ -42,10 +44,11 @@ def olmo2_sources(config: ModelConfig) -> Sources:
 OLMO2 = Family(
     name="olmo2",
     model_types=("olmo2",),
-    gguf_archs=(),
+    gguf_archs=("olmo2",),
     config_from_hf=olmo2_config,
-    config_from_gguf=None,
+    config_from_gguf=config_from_gguf,
     hf_sources=olmo2_sources,
-    gguf_sources=None,
+    gguf_sources=gguf_sources,
     hf_ignored=names.IGNORED,
+    gguf_ignored=GGUF_IGNORED,
 )

@@ -6,6 +6,8 @@ from models.families import names
 from models.families.decoder import read_sizes, rms_decoder
 from models.families.family import Family, Source, Sources
 from models.families.fields import Fields, activation, nullable_integer, refuse_unsupported
+from models.families.gguf import GGUF_IGNORED, config_from_gguf
+from models.families.gguf_archs import gguf_sources
 from models.families.rope_fields import read_rope
 
 _SIZES = {
@@ -58,10 +60,11 @@ def phi3_sources(config: ModelConfig) -> Sources:
 PHI3 = Family(
     name="phi3",
     model_types=("phi3",),
-    gguf_archs=(),
+    gguf_archs=("phi3",),
     config_from_hf=phi3_config,
-    config_from_gguf=None,
+    config_from_gguf=config_from_gguf,
     hf_sources=phi3_sources,
-    gguf_sources=None,
+    gguf_sources=gguf_sources,
     hf_ignored=names.IGNORED,
+    gguf_ignored=GGUF_IGNORED,
 )

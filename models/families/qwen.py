@@ -16,6 +16,8 @@ from models.families.fields import (
     nullable_integer,
     refuse_unsupported,
 )
+from models.families.gguf import GGUF_IGNORED, config_from_gguf
+from models.families.gguf_archs import gguf_sources
 from models.families.rope_fields import read_rope
 
 _QWEN2_SIZES = {
@@ -66,12 +68,13 @@ def _family(name: str, config_from_hf) -> Family:
     return Family(
         name=name,
         model_types=(name,),
-        gguf_archs=(),
+        gguf_archs=(name,),
         config_from_hf=config_from_hf,
-        config_from_gguf=None,
+        config_from_gguf=config_from_gguf,
         hf_sources=names.llama_sources,
-        gguf_sources=None,
+        gguf_sources=gguf_sources,
         hf_ignored=names.IGNORED,
+        gguf_ignored=GGUF_IGNORED,
     )
 
 
