@@ -1,0 +1,156 @@
+"""Every family against transformers, from stored tiny checkpoints (tests/parity/make_tiny.py).
+
+The checkpoints hold odd head widths, grouped queries, windows shorter than the prompt, biases far
+from zero, norm scales far from one and every rotary scaling. A float32 forward pass of two or three
+layers differs from another order of the same sums by some 1e-6 of the largest logit; 1e-4 is
+allowed, and a wrong detail costs 1e-2 and more (`test_goldens_are_sensitive_...`).
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.batch import ragged_batch
+from models.checkpoint.load import load_model
+from models.config import RopeSpec
+from models.families import FAMILIES
+from models.kv_cache import step_index
+from models.model import forward, unembed
+from models.params import flatten, unflatten
+from models.rope import rotation
+from tests.models.paged_run import poisoned_cache, run
+
+GOLDENS = Path(__file__).parent.parent / "parity" / "goldens"
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+TOLERANCE = 1e-4
+PROMPT = 23
+CROSSING_PROMPT = 12
+
+
+@cache
+def load(name):
+    config, params = load_model(GOLDENS / name, jnp.float32)
+    with np.load(GOLDENS / name / "expected.npz") as arrays:
+        return config, params, dict(arrays)
+
+
+def relative_error(logits, expected):
+    return float(np.abs(logits - expected).max() / np.abs(expected).max())
+
+
+def test_every_family_has_a_golden():
+    assert {load(name)[0].family for name in NAMES} == {family.name for family in FAMILIES}
+
+
+def error_of(name, prompt_chunks, *, expected="logits", config=None, params=None):
+    """Relative to the largest logit: the prompt in chunks, then one token at a time."""
+    stored_config, stored_params, golden = load(name)
+    tokens, prompt_len = golden["tokens"], sum(prompt_chunks)
+    (logits_TV,) = run(
+        config or stored_config,
+        params or stored_params,
+        [tokens],
+        [[*prompt_chunks, *[1] * (len(tokens) - prompt_len)]],
+        prompt_lens=[prompt_len],
+        width=PROMPT,
+    )
+    return relative_error(logits_TV, golden[expected])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill_and_decode_match_transformers(name):
+    assert error_of(name, [PROMPT]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunked_prefill_matches_transformers(name):
+    for chunks in ([5, 1, 11, 6], [1] * PROMPT, [16, 7]):
+        assert error_of(name, chunks) < TOLERANCE, chunks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_short_prompt_that_grows_matches_transformers(name):
+    """Decoding passes the window and, for dynamic and longrope, the length where frequencies
+    change; keys that are already cached keep their rotation, as in the reference's cache."""
+    assert error_of(name, [12], expected="crossing_logits") < TOLERANCE
+
+
+SCALED = [
+    "gemma3",
+    "llama_dynamic",
+    "llama_linear",
+    "llama_llama3",
+    "llama_yarn",
+    "phi3_longrope",
+    "qwen2_5_yarn",
+]
+
+
+@pytest.mark.parametrize("name", [*SCALED, "phi3_partial"])
+def test_b73_position_20000_matches_transformers(name, monkeypatch):
+    """One sequence whose first tokens stand at 0..3 and the others at 20,000 and on.
+
+    The keys lie side by side in the cache and attention sees 14 tokens; only the rotation is told
+    the far positions. So a frequency that is wrong by 1e-5 shows at full strength, which it would
+    not among 20,000 random keys.
+    """
+    config, params, golden = load(name)
+    positions_T, count = jnp.asarray(golden["far_positions"]), len(golden["far_positions"])
+    length_T = jnp.maximum(positions_T[golden["far_prompt_len"] - 1], positions_T) + 1
+
+    def far_step_index(*args):
+        step = step_index(*args)
+        ropes = {rope: rotation(rope, positions_T, length_T) for rope in step.rotations}
+        return replace(step, rotations=ropes)
+
+    monkeypatch.setattr("models.model.step_index", far_step_index)
+    start_S, count_S = jnp.zeros(1, jnp.int32), jnp.full(1, count, jnp.int32)
+    tokens_T = jnp.asarray(golden["far_tokens"], jnp.int32)
+    page_table_SM = jnp.ones((1, 1), jnp.int32)
+    batch = ragged_batch(tokens_T, start_S, count_S, count_S, count_S, page_table_SM, count)
+    hidden_TD, _ = jax.jit(forward, static_argnums=0)(
+        config, params, poisoned_cache(config, 2, 16), batch
+    )
+    logits_TV = unembed(config, params, hidden_TD)
+    assert relative_error(np.asarray(logits_TV), golden["far_logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_goldens_are_sensitive_to_every_vector(name):
+    """Without a bias, or with a norm's scale at one, the error is 10 times the tolerance."""
+    config, params, _ = load(name)
+    leaves = flatten(params)
+    for path, leaf in leaves.items():
+        is_bias = path.split(".")[-1].startswith("b")
+        if path.endswith("bk_KH") and config.learned_positions:
+            continue  # without rotation it adds the same to all scores of a query
+        if is_bias or path.endswith("norm.scale"):
+            neutral = jnp.zeros_like(leaf) if is_bias else jnp.ones_like(leaf)
+            changed = unflatten(params, leaves | {path: neutral})
+            assert error_of(name, [PROMPT], params=changed) > 10 * TOLERANCE, path
+
+
+def with_mixer(name, **changes):
+    config = load(name)[0]
+    layers = [replace(spec, mixer=replace(spec.mixer, **changes)) for spec in config.layers]
+    return replace(config, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral", {"window": 6}),
+        ("mistral", {"window": 8}),
+        ("gemma2", {"softcap": None}),
+        ("gemma2", {"scale": 10**-0.5}),
+        ("phi3_partial", {"rope": RopeSpec(10_000.0, 16)}),
+        ("qwen2_5_yarn", {"rope": RopeSpec(1_000_000.0, 10)}),
+    ],
+)
+def test_goldens_are_sensitive_to_the_config(name, changes):
+    assert error_of(name, [PROMPT], config=with_mixer(name, **changes)) > 10 * TOLERANCE
