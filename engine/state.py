@@ -1,0 +1,249 @@
+"""The engine's whole state as one pytree of fixed-shape device arrays.
+
+Letters beyond `models.dims`: R rows (requests that run at once), X = M * C tokens a slot has room
+for, A entries of an inbox, Y tokens of an inbox, E stop ids, Q rounds of one dispatch.
+
+A slot holds a request from arrival to finish: waiting, running, or waiting again once preempted. Pages belong to the pool; a slot's row of the page table says which it holds. Invariants:
+
+- `refcount_P[p]` is the number of page table entries (within `num_pages_S`) that name page p;
+- the free queue holds exactly the pages with reference count 0, but never page 0;
+- a slot holds ceil(num_computed / C) pages after every round, or none when it waits;
+- a published page's `content_PC` are the tokens whose keys it holds, and following `parent_P` to the
+  root spells the whole history before it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+EMPTY, WAITING, RUNNING = 0, 1, 2  # status_S
+
+# Finish reasons as they leave the device; 0 means the request goes on.
+REASONS = (None, "stop", "length", "error")
+STOP, LENGTH, ERROR = 1, 2, 3
+
+NO_UID = -1
+NO_TOKEN = -1
+ROOT_PAGE = 0  # parent of a sequence's first page; the trash page is never published
+DEAD_CHAIN = -1  # chain_len_S of a slot that publishes nothing more
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Static sizes and policies. `num_pages` counts the trash page.
+
+    `prefill_widths`: token widths of the chunked-prefill pass, ascending; the last one is the token
+    budget of a round. `policy` `static` admits only when no request runs (the classic baseline).
+    """
+
+    max_num_seqs: int
+    num_slots: int
+    max_model_len: int
+    num_pages: int
+    page_size: int = 16
+    prefill_widths: tuple[int, ...] = (64, 256)
+    max_rounds: int = 8
+    inbox_size: int = 16
+    inbox_tokens: int = 4096
+    max_stop_ids: int = 8
+    admissions_per_round: int = 8
+    enable_prefix_caching: bool = True
+    policy: Literal["continuous", "static"] = "continuous"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_num_seqs",
+            "max_model_len",
+            "page_size",
+            "max_rounds",
+            "inbox_size",
+            "admissions_per_round",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_slots < self.max_num_seqs:
+            raise ValueError(
+                f"num_slots {self.num_slots} must be at least max_num_seqs {self.max_num_seqs}"
+            )
+        if self.num_pages < 2:
+            raise ValueError(
+                f"num_pages must be at least 2 (page 0 is trash), got {self.num_pages}"
+            )
+        if self.inbox_tokens < self.max_model_len:
+            raise ValueError(
+                f"inbox_tokens {self.inbox_tokens} must hold a prompt of max_model_len "
+                f"{self.max_model_len}"
+            )
+        widths = self.prefill_widths
+        if not widths or sorted(set(widths)) != list(widths) or widths[0] < 1:
+            raise ValueError(f"prefill_widths must ascend from at least 1, got {widths}")
+        if self.policy not in ("continuous", "static"):
+            raise ValueError(f"unknown policy {self.policy!r}; use continuous or static")
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def token_budget(self) -> int:
+        return self.prefill_widths[-1]
+
+
+@struct.dataclass
+class Requests:
+    """What a request brings, one entry per slot (or per inbox entry); int32 unless said.
+
+    uid          unique, ascending with arrival, never reused
+    prompt_len   tokens of the prompt
+    max_len      tokens of prompt and output together at most
+    priority     lower runs first; ties by uid
+    parent_uid   request whose prompt pages this one shares once computed, or -1
+    salt         prefix pages are shared only between equal salts
+    stop_ids     [., E] token ids that end the request (NO_TOKEN fills)
+    sampling     pytree of per-request arrays, the sampler's own
+    """
+
+    uid: jax.Array
+    prompt_len: jax.Array
+    max_len: jax.Array
+    priority: jax.Array
+    parent_uid: jax.Array
+    salt: jax.Array
+    stop_ids: jax.Array
+    sampling: object
+
+
+@struct.dataclass
+class Slots:
+    """Admitted requests. Of `num_tokens_S` known tokens, `num_computed_S` have their keys cached.
+
+    chain_*: the longest chain of published pages that equals this slot's history, and its hash.
+    """
+
+    requests: Requests
+    status_S: jax.Array
+    tokens_SX: jax.Array
+    num_tokens_S: jax.Array
+    num_computed_S: jax.Array
+    page_table_SM: jax.Array
+    num_pages_S: jax.Array
+    chain_len_S: jax.Array
+    chain_page_S: jax.Array
+    chain_epoch_S: jax.Array
+    chain_hash_S: jax.Array
+    preemptions_S: jax.Array
+
+
+@struct.dataclass
+class PagePool:
+    """Pages and the prefix index, which is nothing but the content of pages.
+
+    The free queue is a ring of page ids, least recently freed first: `num_free` entries from
+    `head`. `epoch_P` counts how often a page was taken, so a stale parent link cannot be followed.
+    """
+
+    refcount_P: jax.Array
+    queue_P: jax.Array
+    head: jax.Array
+    num_free: jax.Array
+    epoch_P: jax.Array
+    published_P: jax.Array
+    hash_P: jax.Array
+    parent_P: jax.Array
+    parent_epoch_P: jax.Array
+    salt_P: jax.Array
+    content_PC: jax.Array
+
+
+@struct.dataclass
+class Counters:
+    """Totals since the start, int32 scalars."""
+
+    rounds: jax.Array
+    prefill_tokens: jax.Array
+    decode_tokens: jax.Array
+    preemptions: jax.Array
+    page_copies: jax.Array
+    prefix_query_tokens: jax.Array
+    prefix_hit_tokens: jax.Array
+    stalled_rows: jax.Array
+
+
+@struct.dataclass
+class BatchState:
+    slots: Slots
+    pool: PagePool
+    counters: Counters
+
+
+@struct.dataclass
+class Inbox:
+    """Everything that happened outside since the last dispatch, in one bundle of fixed size.
+
+    `tokens_Y` holds the prompts one after the other, entry a from `start_A[a]`; unused entries have
+    uid NO_UID. `abort_A` are uids.
+    """
+
+    requests: Requests
+    tokens_Y: jax.Array
+    start_A: jax.Array
+    abort_A: jax.Array
+
+
+def init_state(config: EngineConfig, sampling_S: object) -> BatchState:
+    """An empty engine. `sampling_S` is the sampler's pytree with a leading axis of num_slots."""
+    S, M, P, C = config.num_slots, config.pages_per_seq, config.num_pages, config.page_size
+
+    def zeros(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    return BatchState(
+        slots=Slots(
+            requests=empty_requests(S, config.max_stop_ids, sampling_S),
+            status_S=zeros(S),
+            tokens_SX=zeros(S, M * C),
+            num_tokens_S=zeros(S),
+            num_computed_S=zeros(S),
+            page_table_SM=zeros(S, M),
+            num_pages_S=zeros(S),
+            chain_len_S=zeros(S),
+            chain_page_S=zeros(S),
+            chain_epoch_S=zeros(S),
+            chain_hash_S=jnp.zeros(S, jnp.uint32),
+            preemptions_S=zeros(S),
+        ),
+        pool=PagePool(
+            refcount_P=zeros(P),
+            # Pages 1 .. P-1 are free at first; the last entry is outside of the ring's content.
+            queue_P=(jnp.arange(P, dtype=jnp.int32) + 1) % P,
+            head=jnp.int32(0),
+            num_free=jnp.int32(P - 1),
+            epoch_P=zeros(P),
+            published_P=jnp.zeros(P, bool),
+            hash_P=jnp.zeros(P, jnp.uint32),
+            parent_P=zeros(P),
+            parent_epoch_P=zeros(P),
+            salt_P=zeros(P),
+            content_PC=zeros(P, C),
+        ),
+        counters=Counters(*(jnp.int32(0) for _ in range(8))),
+    )
+
+
+def empty_requests(count: int, max_stop_ids: int, sampling: object) -> Requests:
+    def zeros() -> jax.Array:  # one buffer each: the state is donated
+        return jnp.zeros(count, jnp.int32)
+
+    return Requests(
+        uid=jnp.full(count, NO_UID, jnp.int32),
+        prompt_len=zeros(),
+        max_len=zeros(),
+        priority=zeros(),
+        parent_uid=jnp.full(count, NO_UID, jnp.int32),
+        salt=zeros(),
+        stop_ids=jnp.full((count, max_stop_ids), NO_TOKEN, jnp.int32),
+        sampling=sampling,
+    )

@@ -1,0 +1,122 @@
+"""A minimal host for `advance` over the rule model: feeds requests, collects tokens, checks."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.state import REASONS, EngineConfig, Inbox, empty_requests, init_state
+from engine.step import advance
+from tests.engine.rule_model import POISON, RuleModel, check_invariants
+
+VOCAB = 97
+
+
+@dataclass
+class Request:
+    uid: int
+    prompt: list[int]
+    max_len: int
+    arrival: int = 0  # dispatch from which it may be sent
+    priority: int = 0
+    parent_uid: int = -1
+    salt: int = 0
+    stop_ids: tuple[int, ...] = ()
+    abort_at: int | None = None  # dispatch at which it is aborted
+
+
+@lru_cache
+def compiled_step(config: EngineConfig):
+    model = RuleModel(VOCAB, config.page_size)
+    return jax.jit(partial(advance, config, model), donate_argnums=(1, 2))
+
+
+def make_inbox(config: EngineConfig, requests: list[Request], aborts: list[int]) -> Inbox:
+    A = config.inbox_size
+    fields = jax.tree.map(np.array, empty_requests(A, config.max_stop_ids, None))
+    tokens_Y = np.zeros(config.inbox_tokens, np.int32)
+    start_A, used = np.zeros(A, np.int32), 0
+    for a, request in enumerate(requests):
+        for name in ("uid", "max_len", "priority", "parent_uid", "salt"):
+            getattr(fields, name)[a] = getattr(request, name)
+        fields.prompt_len[a] = len(request.prompt)
+        fields.stop_ids[a, : len(request.stop_ids)] = request.stop_ids
+        start_A[a] = used
+        tokens_Y[used : used + len(request.prompt)] = request.prompt
+        used += len(request.prompt)
+    abort_A = np.full(A, -1, np.int32)
+    abort_A[: len(aborts)] = aborts
+    return Inbox(requests=fields, tokens_Y=tokens_Y, start_A=start_A, abort_A=abort_A)
+
+
+@dataclass
+class Driver:
+    config: EngineConfig
+    rounds: int = 2
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    token_rounds: dict[int, list[int]] = field(default_factory=dict)  # round of each token
+    num_rounds: int = 0
+
+    def __post_init__(self):
+        self.state = init_state(self.config, None)
+        self.cache = RuleModel(VOCAB, self.config.page_size).init_cache(self.config.num_pages)
+        self.live: set[int] = set()
+
+    def dispatch(self, requests: list[Request] = (), aborts: list[int] = ()) -> None:
+        inbox = make_inbox(self.config, list(requests), list(aborts))
+        self.live |= {r.uid for r in requests}
+        for request in requests:
+            self.outputs[request.uid], self.token_rounds[request.uid] = [], []
+        for uid in aborts:
+            if uid in self.live:
+                self.live.remove(uid)
+                self.reasons[uid] = "abort"
+        self.cache, self.state, emitted = compiled_step(self.config)(
+            None, self.cache, self.state, inbox, jnp.int32(self.rounds)
+        )
+        self._collect(*(np.asarray(x) for x in jax.tree.leaves(emitted)))
+        check_invariants(self.config, self.state, self.live)
+        self._check_cache()
+
+    def _collect(self, token_QR, uid_QR, reason_QR) -> None:
+        for q, r in np.argwhere(uid_QR >= 0):
+            uid, token = int(uid_QR[q, r]), int(token_QR[q, r])
+            assert uid not in self.reasons, "tokens after the end"
+            if token >= 0:
+                self.outputs[uid].append(token)
+                self.token_rounds[uid].append(self.num_rounds + int(q))
+            if reason_QR[q, r]:
+                self.reasons[uid] = REASONS[reason_QR[q, r]]
+                self.live.remove(uid)
+        self.num_rounds = int(self.state.counters.rounds)
+
+    def _check_cache(self) -> None:
+        """Published pages hold in the cache what the index says they hold."""
+        published = np.flatnonzero(np.asarray(self.state.pool.published_P))
+        content = np.asarray(self.state.pool.content_PC)[published]
+        np.testing.assert_array_equal(np.asarray(self.cache)[published], content)
+        assert POISON not in content
+
+    def run(self, requests: list[Request], max_dispatches: int = 2_000) -> None:
+        """Send each request from its arrival on as slots allow, until all have ended."""
+        waiting = sorted(requests, key=lambda r: r.uid)
+        aborts = {r.uid: r.abort_at for r in requests if r.abort_at is not None}
+        for time in range(max_dispatches):
+            batch, used = [], 0
+            while waiting and waiting[0].arrival <= time:
+                size = len(waiting[0].prompt)
+                fits = len(self.live) + len(batch) < self.config.num_slots
+                if not fits or len(batch) == self.config.inbox_size:
+                    break
+                if used + size > self.config.inbox_tokens:
+                    break
+                used += size
+                batch.append(waiting.pop(0))
+            due = [uid for uid, at in aborts.items() if at <= time and uid in self.live]
+            self.dispatch(batch, due[: self.config.inbox_size])
+            if not waiting and not self.live:
+                return
+        raise AssertionError(f"not finished after {max_dispatches} dispatches: {self.live}")
