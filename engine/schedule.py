@@ -248,9 +248,7 @@ def _needs(config: EngineConfig, state: BatchState, plan: Plan) -> tuple[jax.Arr
     slots, C = state.slots, config.page_size
     held_R = pick(slots.num_pages_S, plan.slot_R)
     runs_R = plan.q_len_R > 0
-    written_R = slots.page_table_SM.at[plan.slot_R, plan.start_R // C].get(
-        mode="fill", fill_value=0
-    )
+    written_R = _written_page(config, slots, plan)
     shared_R = state.pool.refcount_P.at[written_R].get(mode="clip") > 1
     copy_R = runs_R & shared_R & (plan.start_R // C < held_R)
     grown_R = ceil_div(plan.start_R + plan.q_len_R, C) - held_R

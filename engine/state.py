@@ -3,13 +3,14 @@
 Letters beyond `models.dims`: R rows (requests that run at once), X = M * C tokens a slot has room
 for, A entries of an inbox, Y tokens of an inbox, E stop ids, Q rounds of one dispatch.
 
-A slot holds a request from arrival to finish: waiting, running, or waiting again once preempted. Pages belong to the pool; a slot's row of the page table says which it holds. Invariants:
+A slot holds a request from arrival to finish: waiting, running, or waiting again once preempted.
+Pages belong to the pool; a slot's row of the page table says which it holds. Invariants:
 
 - `refcount_P[p]` is the number of page table entries (within `num_pages_S`) that name page p;
 - the free queue holds exactly the pages with reference count 0, but never page 0;
 - a slot holds ceil(num_computed / C) pages after every round, or none when it waits;
-- a published page's `content_PC` are the tokens whose keys it holds, and following `parent_P` to the
-  root spells the whole history before it.
+- a published page's `content_PC` are the tokens whose keys it holds, and following `parent_P` to
+  the root spells the whole history before it.
 """
 
 from dataclasses import dataclass
