@@ -1,8 +1,8 @@
 """`advance`: admission, scheduling, pages, model, sampling and retirement in one compiled loop.
 
 The loop runs `rounds` rounds (a traced number) and ends early only when every slot is empty. Each
-round has a narrow pass (one token of every decoding row) and, when a row prefills, a prefill pass of
-the narrowest listed width that holds the chunk. What a pass computes is the business of a
+round has a narrow pass (one token of every decoding row) and, when a row prefills, a prefill pass
+of the narrowest listed width that holds the chunk. What a pass computes is the business of a
 `StepModel`: a network with its cache and sampler, or a rule, or a cost model.
 """
 
