@@ -8,7 +8,7 @@ request finishes in bounded time.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +54,13 @@ class Plan:
 
 @struct.dataclass
 class Emission:
-    """What one round yields per row: token (or NO_TOKEN), its request and its finish reason."""
+    """What one round yields per row: token (or NO_TOKEN), its request, its finish reason, and what
+    the sampler sends along."""
 
     token_R: jax.Array
     uid_R: jax.Array
     reason_R: jax.Array
+    extra: Any = None
 
 
 def when(condition: jax.Array, f: Callable[[T], T], x: T) -> T:

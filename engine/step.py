@@ -49,19 +49,29 @@ class RowView:
     tokens_SX: jax.Array
 
 
+@struct.dataclass
+class Sampled:
+    """What a pass chose per row. `ok_R` False ends the row with an error; `extra` is a pytree of
+    per-row arrays that travels to the host beside the token (log-probabilities), or None."""
+
+    token_R: jax.Array
+    ok_R: jax.Array
+    extra: Any
+
+
 class StepModel(Protocol):
     """Static and hashable; all arrays are in `params` and `cache`."""
+
+    def no_sample(self, num_rows: int) -> Sampled:
+        """The value of rows that ran in no pass; same structure and shapes as `run` gives."""
 
     def copy_pages(self, cache: Any, from_R: jax.Array, to_R: jax.Array) -> Any:
         """Copy whole pages; page 0 onto page 0 where a row copies nothing."""
 
     def run(
         self, params: Any, cache: Any, batch: RaggedBatch, rows: RowView, samples_R: jax.Array
-    ) -> tuple[Any, jax.Array, jax.Array]:
-        """(cache, token_R, ok_R) for the batch's last row of each slot.
-
-        Only rows with `samples_R` need a token; `ok_R` False ends a row with an error.
-        """
+    ) -> tuple[Any, Sampled]:
+        """(cache, choices from each slot's last token); only rows with `samples_R` need one."""
 
 
 def advance(
@@ -75,12 +85,14 @@ def advance(
 ) -> tuple[Any, BatchState, Emission]:
     """Run up to `rounds` rounds; the emission has a leading axis of `config.max_rounds`."""
     state = receive(state, inbox)
-    shape = (config.max_rounds, config.max_num_seqs)
-    emitted = Emission(
-        token_R=jnp.full(shape, NO_TOKEN, jnp.int32),
-        uid_R=jnp.full(shape, NO_UID, jnp.int32),
-        reason_R=jnp.zeros(shape, jnp.int32),
+    num_rows = config.max_num_seqs
+    nothing = Emission(
+        token_R=jnp.full(num_rows, NO_TOKEN, jnp.int32),
+        uid_R=jnp.full(num_rows, NO_UID, jnp.int32),
+        reason_R=jnp.zeros(num_rows, jnp.int32),
+        extra=model.no_sample(num_rows).extra,
     )
+    emitted = jax.tree.map(lambda x: jnp.stack([x] * config.max_rounds), nothing)
 
     def goes_on(carry):
         i, _, state, _ = carry
@@ -108,16 +120,20 @@ def one_round(
 
     rows = _row_view(state, plan)
     finishes_R = plan.start_R + plan.q_len_R == rows.num_tokens_R
-    nothing = (cache, jnp.full_like(plan.slot_R, NO_TOKEN), jnp.ones(plan.slot_R.shape, bool))
 
     def run_pass(width: int, runs_R: jax.Array, carry):
-        cache, token_R, ok_R = carry
+        cache, before = carry
         batch = make_batch(state, plan, runs_R, width)
-        cache, new_R, new_ok_R = model.run(params, cache, batch, rows, runs_R & finishes_R)
-        return cache, jnp.where(runs_R, new_R, token_R), jnp.where(runs_R, new_ok_R, ok_R)
+        cache, new = model.run(params, cache, batch, rows, runs_R & finishes_R)
 
+        def merge(new, old):
+            return jnp.where(runs_R.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return cache, jax.tree.map(merge, new, before)
+
+    carry = (cache, model.no_sample(config.max_num_seqs))
     decodes_R = plan.decode_R & (plan.q_len_R > 0)
-    carry = when(jnp.any(decodes_R), lambda c: run_pass(1, decodes_R, c), nothing)
+    carry = when(jnp.any(decodes_R), lambda c: run_pass(1, decodes_R, c), carry)
     prefills_R = ~plan.decode_R & (plan.q_len_R > 0)
     total = jnp.sum(jnp.where(prefills_R, plan.q_len_R, 0))
     narrower = 0
@@ -125,9 +141,9 @@ def one_round(
         fits = (total > narrower) & (total <= width)
         carry = when(fits, lambda c, width=width: run_pass(width, prefills_R, c), carry)
         narrower = width
-    cache, token_R, ok_R = carry
-    state, news = commit(config, state, plan, token_R, ok_R)
-    return cache, state, news
+    cache, sampled = carry
+    state, news = commit(config, state, plan, sampled.token_R, sampled.ok_R)
+    return cache, state, news.replace(extra=sampled.extra)
 
 
 def _row_view(state: BatchState, plan: Plan) -> RowView:

@@ -126,7 +126,23 @@ def step_index(
 
 def append(kv_pages: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, step: StepIndex) -> jax.Array:
     """Write the new tokens' keys and values; padding rows land in the trash page."""
-    return write_pages(kv_pages, k_TKH, v_TKH, step.page_T, step.offset_T)
+    page_T, offset_T = step.page_T, step.offset_T
+    if page_T.shape[0] == 1:
+        # XLA makes a slice update of a scatter of one row and repeats it inside the attention's
+        # gather, for which it keeps the cache as it was: a copy of each layer. Two rows stay one
+        # scatter; the second is padding.
+        page_T, offset_T = jnp.pad(page_T, (0, 1)), jnp.pad(offset_T, (0, 1))
+        k_TKH, v_TKH = (jnp.pad(x, ((0, 1), (0, 0), (0, 0))) for x in (k_TKH, v_TKH))
+    return write_pages(kv_pages, k_TKH, v_TKH, page_T, offset_T)
+
+
+def copy_pages(cache: KVCache, from_R: jax.Array, to_R: jax.Array) -> KVCache:
+    """Copy whole pages in every layer (copy-on-write); page 0 onto itself copies nothing."""
+
+    def copy(pages: jax.Array) -> jax.Array:
+        return pages.at[to_R].set(pages.at[from_R].get(mode="clip"), mode="drop")
+
+    return cache.replace(layers=tuple(copy(pages) for pages in cache.layers))
 
 
 def dense_view(cache: KVCache, layer: int, page_table_SM: jax.Array) -> tuple[jax.Array, jax.Array]:

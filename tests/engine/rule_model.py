@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.step import Sampled
+
 POISON = -123_456  # what pages hold that nobody wrote
 
 
@@ -44,6 +46,9 @@ class RuleModel:
     def copy_pages(self, cache_PC, from_R, to_R):
         return cache_PC.at[to_R].set(cache_PC.at[from_R].get(mode="clip"), mode="drop")
 
+    def no_sample(self, num_rows):
+        return Sampled(jnp.zeros(num_rows, jnp.int32), jnp.ones(num_rows, bool), None)
+
     def run(self, params, cache_PC, batch, rows, samples_R):
         del params, rows, samples_R
         C = self.page_size
@@ -63,7 +68,7 @@ class RuleModel:
         )
         token_R = ((mixed_R ^ (mixed_R >> 11)) % self.vocab).astype(jnp.int32)
         bad_R = jnp.any(real_RX & (history_RX == self.bad_token), axis=1)
-        return cache_PC, token_R, ~bad_R
+        return cache_PC, Sampled(token_R, ~bad_R, None)
 
 
 def check_invariants(config, state, live_uids: set[int]) -> None:
