@@ -113,13 +113,16 @@ def step_index(
     )
     page_T = jnp.where(batch.slot_T < num_slots, page_T, TRASH_PAGE)
     prompt_len_T = batch.prompt_len_S.at[batch.slot_T].get(mode="fill", fill_value=0)
-    ropes = {layer.mixer.rope for layer in config.layers if layer.mixer.rope is not None}
+    # In the order of the layers: a set's order would make each process compile another program.
+    ropes = dict.fromkeys(layer.mixer.rope for layer in config.layers)
     length_T = jnp.maximum(prompt_len_T, batch.positions_T + 1)
     return StepIndex(
         batch=batch,
         page_T=page_T,
         offset_T=batch.positions_T % page_size,
-        rotations={rope: rotation(rope, batch.positions_T, length_T) for rope in ropes},
+        rotations={
+            rope: rotation(rope, batch.positions_T, length_T) for rope in ropes if rope is not None
+        },
         attention_impl=attention_impl,
     )
 
