@@ -2,7 +2,7 @@
 
 In: the path of a directory with `tokenizer.json`, or of a `.gguf` file. Out: `Tokenizer`. Of a
 directory these are read where present: tokenizer_config.json and special_tokens_map.json (names of
-special tokens, chat template), generation_config.json and config.json (end-of-text ids),
+special tokens, chat template), generation_config.json and config.json (end-of-text ids, size),
 chat_template.jinja and additional_chat_templates/*.jinja. tokenizer.json alone decides the ids,
 also whether BOS is added. Whatever is missing or damaged is one ValueError that names the file.
 """
@@ -37,21 +37,24 @@ def _from_directory(directory: Path) -> Tokenizer:
     names = _read_json(directory / "special_tokens_map.json") | config
     special_tokens = {}
     for name in _NAMED_TOKENS:
-        text = _token_text(names.get(name), name)
-        if text is None:
-            continue
-        if backend.token_to_id(text) is None:
-            raise ValueError(
-                f"{directory}: {name} is {text!r}, which tokenizer.json does not contain: add it "
-                "to added_tokens there, or remove it from tokenizer_config.json"
-            )
-        backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
-        special_tokens[name] = text
+        text = _token_text(names.get(name), directory, name)
+        if text is not None:
+            _make_special(backend, text, directory, name)
+            special_tokens[name] = text
+    # Every id that ends a text: the union of what tokenizer, generation and model config name.
+    eos_token_ids = set()
+    if "eos_token" in special_tokens:
+        eos_token_ids.add(backend.token_to_id(special_tokens["eos_token"]))
+    vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+    for path in (directory / "generation_config.json", directory / "config.json"):
+        for declared in _declarations(path):
+            eos_token_ids.update(_listed_ids(declared.get("eos_token_id"), path))
+            vocab_size = max(vocab_size, _size(declared.get("vocab_size"), path))
     return Tokenizer(
         backend,
-        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
+        vocab_size=vocab_size,
         special_tokens=special_tokens,
-        eos_token_ids=_eos_ids(directory, backend, special_tokens),
+        eos_token_ids=eos_token_ids,
         chat_templates=_chat_templates(directory, config),
     )
 
@@ -63,9 +66,12 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             "(AutoTokenizer.from_pretrained(...).save_pretrained(directory))"
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every kind of damage
         raise ValueError(f"{path} is not a usable tokenizer.json: {error}") from error
+    if not backend.get_vocab_size():
+        raise ValueError(f"{path} is not a usable tokenizer.json: it holds no tokens")
+    return backend
 
 
 def _read_json(path: Path) -> dict:
@@ -81,36 +87,56 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _token_text(value: object, name: str) -> str | None:
+def _token_text(value: object, directory: Path, name: str) -> str | None:
     """A token is stored as its text, or as an object with its text in "content"."""
     if isinstance(value, dict):
         value = value.get("content")
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"{name} must be a string or an object with content, got {value!r}")
+        raise ValueError(
+            f"{directory / 'tokenizer_config.json'}: {name} must be a string or an object with "
+            f"content, got {value!r}"
+        )
     return value
 
 
-def _eos_ids(
-    directory: Path, backend: tokenizers.Tokenizer, special_tokens: dict[str, str]
-) -> set[int]:
-    """Every id that ends a text: the union of what tokenizer, generation and model config name."""
-    ids = set()
-    if "eos_token" in special_tokens:
-        ids.add(backend.token_to_id(special_tokens["eos_token"]))
-    for name in ("generation_config.json", "config.json"):
-        config = _read_json(directory / name)
-        text_config = config.get("text_config") or {}  # models with several modalities nest it
-        for declared in (config.get("eos_token_id"), text_config.get("eos_token_id")):
-            listed = declared if isinstance(declared, list) else [declared]
-            for token_id in listed:
-                if token_id is None:
-                    continue
-                if type(token_id) is not int or token_id < 0:
-                    raise ValueError(
-                        f"{directory / name}: eos_token_id must be an id or a list of ids, "
-                        f"got {declared!r}"
-                    )
-                ids.add(token_id)
+def _make_special(backend: tokenizers.Tokenizer, text: str, directory: Path, name: str) -> None:
+    """A token that the config names is special, whatever tokenizer.json says; the rest stays."""
+    token_id = backend.token_to_id(text)
+    if token_id is None:
+        raise ValueError(
+            f"{directory}: tokenizer_config.json names {name} {text!r}, which tokenizer.json does "
+            "not contain: add it to added_tokens there, or remove the name"
+        )
+    token = backend.get_added_tokens_decoder().get(token_id)
+    token = token or tokenizers.AddedToken(text, normalized=False)
+    if not token.special:
+        token.special = True
+        backend.add_special_tokens([token])
+
+
+def _declarations(path: Path) -> list[dict]:
+    """The object in a config file, and its part about text in models of several modalities."""
+    config = _read_json(path)
+    nested = config.get("text_config")
+    return [config, nested] if isinstance(nested, dict) else [config]
+
+
+def _size(declared: object, path: Path) -> int:
+    """The model's vocabulary, which may be padded beyond the tokenizer's; 0 where it is absent."""
+    if declared is None:
+        return 0
+    if type(declared) is not int or declared < 1:
+        raise ValueError(f"{path}: vocab_size must be a positive integer, got {declared!r}")
+    return declared
+
+
+def _listed_ids(declared: object, path: Path) -> list[int]:
+    """`eos_token_id` is one id, a list of ids, or null."""
+    if declared is None:
+        return []
+    ids = declared if isinstance(declared, list) else [declared]
+    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+        raise ValueError(f"{path}: eos_token_id must be an id or a list of ids, got {declared!r}")
     return ids
 
 

@@ -17,8 +17,9 @@ from engine.tokenizer.detokenizer import Detokenizer, checked_ids, decoding_rule
 class Tokenizer:
     """Made by `load_tokenizer` or `tokenizer_from_gguf`.
 
-    `vocab_size` is one more than the largest id. `special_tokens` maps the names that chat
-    templates use ("bos_token", "eos_token", ...) to token text.
+    `vocab_size` is the model's, where the files tell it: ids from the last token up to it are
+    padding, which a model can emit and which has no text. `special_tokens` maps the names that
+    chat templates use ("bos_token", "eos_token", ...) to token text.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ LINES = [
     "the cat sat on the hat; they'LL see 12345 more HTTPServer requests.",
     "def f(x):\n    return x + 1\r\n\n\n    # done!!! (really)",
     "naïve café — déjà vu 😀😀 你好，世界 привет мир",
+    "a;\n/b;\n/c;\n/d;\n/ and http://d.e/f",
     "  two spaces, tabs\t\tand   runs    of     them\n\n\nend",
 ]
 # What published tokenizer.json files of each splitting hold, in their own words.

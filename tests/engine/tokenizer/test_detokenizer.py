@@ -170,6 +170,25 @@ def test_b40_newline_byte_token_is_a_newline(spm):
     assert rest == ""
 
 
+def test_added_tokens_are_written_as_they_read(byte_level_fields):
+    """Their text is no byte alphabet: spaces and characters of several bytes stand in it."""
+    added = ["<two words>", "<你好>", "éé"]
+    tokenizer = tokenizer_from_gguf(
+        byte_level_fields
+        | {
+            "tokenizer.ggml.tokens": [*byte_level_fields["tokenizer.ggml.tokens"], *added],
+            "tokenizer.ggml.token_type": [*byte_level_fields["tokenizer.ggml.token_type"], 4, 4, 4],
+        }
+    )
+    ids = tokenizer.encode("the<你好><two words> éé")
+    assert {450, 451, 452} <= set(ids)
+    deltas, rest = stream(tokenizer, ids[:-1])
+    assert "".join(deltas) + rest == tokenizer.decode(ids[:-1]) == "the<你好><two words> "
+    # The library reads "éé" as the bytes E9 E9, so it does here too.
+    deltas, rest = stream(tokenizer, ids)
+    assert "".join(deltas) + rest == tokenizer.decode(ids)
+
+
 def test_one_look_per_id(bpe):
     """The cost of a push does not grow with what came before it."""
 

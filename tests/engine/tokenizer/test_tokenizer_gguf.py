@@ -25,6 +25,7 @@ TEXTS = [
     "\t\t x\n\n\n  y ",
     "你好，世界 привет",
     "def f(x):\n    return x + 1  # done!!!\n",
+    "x;\n/y",
     "hi <|im_start|>user\n<|im_end|> there",
     "ab" * 300,
 ]

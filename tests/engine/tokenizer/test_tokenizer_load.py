@@ -70,6 +70,32 @@ def test_a_named_special_token_is_special(directory, byte_level_json):
     assert tokenizer.vocab_size == 450
 
 
+def test_a_named_token_keeps_its_other_properties(directory, byte_level_json):
+    flags = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False}
+    added = [
+        token | flags | {"special": token["id"] != 2} for token in byte_level_json["added_tokens"]
+    ]
+    content = byte_level_json | {"added_tokens": added}
+    text = "cat <|im_end|>  cat"
+    plain = load_tokenizer(directory(content))
+    assert plain.special_ids == {0, 1}
+    named = {"tokenizer_config.json": {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}}
+    tokenizer = load_tokenizer(directory(content, **named))
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.encode(text) == plain.encode(text) == plain.encode("cat <|im_end|>cat")
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 460}, {"text_config": {"vocab_size": 460}}])
+def test_ids_that_pad_the_model_have_no_text(config, directory, byte_level_json):
+    tokenizer = load_tokenizer(directory(byte_level_json, **{"config.json": config}))
+    assert tokenizer.vocab_size == 460
+    assert tokenizer.decode([459, *tokenizer.encode("cat")]) == "cat"
+    stream = tokenizer.detokenizer()
+    assert stream.push([450, 459]) + stream.finish() == ""
+    with pytest.raises(ValueError, match="460 is outside the vocabulary, 0 to 459"):
+        tokenizer.decode([460])
+
+
 def test_truncation_and_padding_of_the_training_run_are_off(directory, byte_level_json):
     settings = {
         "truncation": {
@@ -142,9 +168,11 @@ def test_truncated_gguf_is_refused(gguf_path, length):
         ("tokenizer.json", "{", "not a usable tokenizer.json"),
         ("tokenizer.json", "[]", "not a usable tokenizer.json"),
         ("tokenizer.json", '{"model": {"type": "What"}}', "not a usable tokenizer.json"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "no tokens"),
+        ("config.json", '{"vocab_size": "x"}', "vocab_size must be a positive integer, got 'x'"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", "[1]", "must hold a JSON object, got list"),
-        ("tokenizer_config.json", '{"eos_token": "<nope>"}', "eos_token is '<nope>', which"),
+        ("tokenizer_config.json", '{"eos_token": "<nope>"}', "names eos_token '<nope>', which"),
         ("tokenizer_config.json", '{"eos_token": 7}', "eos_token must be a string or"),
         ("tokenizer_config.json", '{"chat_template": [1]}', "chat_template must be a string or a"),
         ("tokenizer_config.json", '{"chat_template": 1}', "chat_template must be a string or a"),
