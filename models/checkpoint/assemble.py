@@ -70,8 +70,8 @@ def load_params(
             for path in by_tensor[name]:
                 param = params[path]
                 host = apply_source(sources[path], stored, param, param.resolve_dtype(dtype))
-                # A copy: on CPU the array could otherwise be a view of `stored` as a whole.
-                leaf = jax.device_put(host, placement.get(path), may_alias=False)
+                # On CPU the array may take the host buffer over, which nobody else holds.
+                leaf = jax.device_put(host, placement.get(path))
                 leaves[path] = leaf.block_until_ready()
                 bar.update(leaf.nbytes)
                 del host
@@ -85,7 +85,7 @@ def apply_source(source: Source, stored: np.ndarray, param: Param, dtype: Any) -
     if source.transpose:
         x = rearrange(x, "i o -> o i")
     if source.rows is not None:
-        x = x[slice(*source.rows)]
+        x = x[slice(*source.rows)].copy()  # a view would keep the other rows alive with it
     if source.unpermute_heads is not None:
         x = rearrange(x, "(n r two) ... -> (n two r) ...", n=source.unpermute_heads, two=2)
     if source.add:
@@ -106,8 +106,9 @@ def _check(
         f"needs {param.shape}"
         for path, param in params.items()
         if sources[path].name in names
-        and not _fits(sources[path], store.shape(sources[path].name), param.shape)
+        and not _fits(sources[path], store.shape(sources[path].name), param)
     ]
+    misshapen += _partly_used(store, params, sources)
     problems = [
         f"{len(found)} {what}: {', '.join(found[:NAMES_SHOWN])}"
         + (", ..." if len(found) > NAMES_SHOWN else "")
@@ -119,15 +120,30 @@ def _check(
         if found
     ]
     if problems:
-        where = store.where(next(iter(names))).split(": tensor")[0] if names else "the checkpoint"
         raise ValueError(
-            f"{where} does not match its config: {'; '.join(problems)}. "
+            f"{store.path} does not match its config: {'; '.join(problems)}. "
             "The weights and the config must come from one and the same model"
         )
 
 
-def _fits(source: Source, stored: tuple[int, ...], needed: tuple[int, ...]) -> bool:
-    """Whether the stored shape, after the steps of `source`, is `needed` with axes merged."""
+def _partly_used(store: TensorStore, params: dict[str, Param], sources: Sources) -> list[str]:
+    """Fused tensors with rows that no parameter takes."""
+    rows: dict[str, int] = {}
+    for source in (sources[path] for path in params):
+        if source.rows is not None and source.name in store.names():
+            rows[source.name] = rows.get(source.name, 0) + source.rows[1] - source.rows[0]
+    transposed = {sources[path].name for path in params if sources[path].transpose}
+    found = {name: (store.shape(name) or (0,))[-1 if name in transposed else 0] for name in rows}
+    return [
+        f"{store.where(name)} has {found[name]} rows, the parameters take {taken}"
+        for name, taken in rows.items()
+        if found[name] != taken
+    ]
+
+
+def _fits(source: Source, stored: tuple[int, ...], param: Param) -> bool:
+    """Whether the stored shape, after the steps of `source`, is the parameter's: as declared, or
+    with heads and head width in one axis, as checkpoints keep them."""
     shape = list(stored)
     if source.transpose:
         if len(shape) != 2:
@@ -138,15 +154,10 @@ def _fits(source: Source, stored: tuple[int, ...], needed: tuple[int, ...]) -> b
         if not shape or not 0 <= start < stop <= shape[0]:
             return False
         shape[0] = stop - start
-    if source.unpermute_heads is not None and (
-        not shape or shape[0] % (2 * source.unpermute_heads)
-    ):
-        return False
-    axes = list(needed)
-    for size in shape:
-        merged = 1
-        while axes and (merged < size or (merged == size and axes[0] == 1)):
-            merged *= axes.pop(0)
-        if merged != size:
-            return False
-    return not axes
+    joined: list[int] = []
+    for letter, size in zip(param.dims, param.shape, strict=True):
+        if letter == "H" and joined:
+            joined[-1] *= size
+        else:
+            joined.append(size)
+    return shape in (joined, list(param.shape))

@@ -115,6 +115,10 @@ class _Prefixed:
     store: TensorStore
     prefix: str
 
+    @property
+    def path(self) -> Path:
+        return self.store.path
+
     def names(self) -> Collection[str]:
         return [self.prefix + name for name in self.store.names()]
 

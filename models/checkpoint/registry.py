@@ -108,7 +108,7 @@ def resolve(model: str) -> Path:
     if model in REGISTRY:
         return fetch(model)
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return path
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _from_hub(model)

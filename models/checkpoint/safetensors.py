@@ -36,6 +36,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SafetensorsDirectory:
+    path: Path
     entries: dict[str, _Entry]
 
     def names(self) -> Collection[str]:
@@ -88,7 +89,7 @@ def open_safetensors(directory: Path) -> SafetensorsDirectory:
                     f"{INDEX} to say which counts; remove the stale file"
                 )
             entries[name] = entry
-    return SafetensorsDirectory(entries)
+    return SafetensorsDirectory(directory, entries)
 
 
 def _open_indexed(directory: Path) -> SafetensorsDirectory:
@@ -109,7 +110,8 @@ def _open_indexed(directory: Path) -> SafetensorsDirectory:
             f"{index} places {len(absent)} tensors in files that lack them: "
             f"{', '.join(absent[:10])}; download the files of one revision again"
         )
-    return SafetensorsDirectory({name: shards[shard][name] for name, shard in weight_map.items()})
+    entries = {name: shards[shard][name] for name, shard in weight_map.items()}
+    return SafetensorsDirectory(directory, entries)
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
