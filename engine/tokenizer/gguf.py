@@ -67,8 +67,8 @@ _SPLITTINGS = {
 def tokenizer_from_gguf(fields: Mapping[str, object]) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describes (`tokenizer.*` and the architecture)."""
     kind = _required(fields, "tokenizer.ggml.model", str)
-    tokens = _required(fields, "tokenizer.ggml.tokens", Sequence)
-    types = _required(fields, "tokenizer.ggml.token_type", Sequence)
+    tokens = _listed(fields, "tokenizer.ggml.tokens", str)
+    types = _listed(fields, "tokenizer.ggml.token_type", int)
     if len(types) != len(tokens) or not tokens:
         raise ValueError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
@@ -106,6 +106,14 @@ def _required(fields: Mapping[str, object], key: str, kind: type):
     return value
 
 
+def _listed(fields: Mapping[str, object], key: str, kind: type | tuple[type, ...]) -> list:
+    values = _required(fields, key, list)
+    for value in values:
+        if not isinstance(value, kind):
+            raise ValueError(f"GGUF metadata: {key} holds {value!r}, which is of the wrong type")
+    return values
+
+
 def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     """Text to id. Unused ids (padding up to a round number) and empty tokens have no text."""
     vocab = {}
@@ -133,7 +141,7 @@ def _byte_level(fields, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
             f"ids); supported are {sorted(_SPLITTINGS)}"
         )
     splitting = _SPLITTINGS[name]
-    merges = [tuple(m.split(" ", 1)) for m in _required(fields, "tokenizer.ggml.merges", Sequence)]
+    merges = [tuple(m.split(" ", 1)) for m in _listed(fields, "tokenizer.ggml.merges", str)]
     backend = _built(
         models.BPE,
         vocab=_vocabulary(tokens, types),
@@ -163,7 +171,7 @@ def _respelled(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
 
 
 def _sentencepiece(fields, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
-    scores = _required(fields, "tokenizer.ggml.scores", Sequence)
+    scores = _listed(fields, "tokenizer.ggml.scores", (int, float))
     if len(scores) != len(tokens):
         raise ValueError(
             f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
@@ -276,11 +284,9 @@ def _set_bos_eos(backend, fields, tokens, ids, adds_bos: bool) -> None:
 def _chat_templates(fields: Mapping[str, object]) -> dict[str, str]:
     """`tokenizer.chat_template`, and further ones under `tokenizer.chat_template.NAME`."""
     prefix = "tokenizer.chat_template"
-    templates = {
-        key.removeprefix(prefix + "."): text
-        for key, text in fields.items()
-        if key.startswith(prefix + ".") and isinstance(text, str)
-    }
-    if isinstance(fields.get(prefix), str):
-        templates["default"] = fields[prefix]
+    templates = {}
+    for key in fields:
+        if key == prefix or key.startswith(prefix + "."):
+            name = key.removeprefix(prefix).removeprefix(".") or "default"
+            templates[name] = _required(fields, key, str)
     return templates
