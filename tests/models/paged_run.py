@@ -38,6 +38,7 @@ def run(
     *,
     prompt_lens: Sequence[int] | None = None,
     page_size: int = 4,
+    max_len: int | None = None,
     width: int | None = None,
     dtype=jnp.float32,
     attention_impl: str = "auto",
@@ -46,14 +47,15 @@ def run(
 
     `chunks[s]` says how many tokens of sequence s each step brings (0 to sit out); all must be as
     long as the longest. Pages are dealt out in a shuffled order, rows beyond the tokens of a step
-    are padding. `prompt_lens` defaults to the whole sequences.
+    are padding. `prompt_lens` defaults to the whole sequences, `max_len`, which sizes the page
+    table, to the longest.
     """
     num_slots, num_steps = len(sequences), max(map(len, chunks))
     taken = np.zeros((num_steps, num_slots), np.int32)
     for s, sizes in enumerate(chunks):
         taken[: len(sizes), s] = sizes
     assert (taken.sum(0) == [len(tokens) for tokens in sequences]).all(), "chunks miss tokens"
-    columns = -(-max(map(len, sequences)) // page_size)
+    columns = -(-(max_len or max(map(len, sequences))) // page_size)
     pages = 1 + np.random.default_rng(0).permutation(num_slots * columns).astype(np.int32)
     page_table_SM = jnp.asarray(pages.reshape(num_slots, columns))
     cache = poisoned_cache(config, 1 + num_slots * columns, page_size, dtype)

@@ -135,6 +135,21 @@ def test_goldens_are_sensitive_to_every_vector(name):
             assert error_of(name, [PROMPT], params=changed) > 10 * TOLERANCE, path
 
 
+@pytest.mark.parametrize(("name", "axes"), [("qwen3", 1), ("gemma3", 1), ("olmo2", 2)])
+def test_b87_qk_norm_counts_in_prefill_and_in_decode(name, axes):
+    """Per head (one axis of head width) or over all heads (two axes); prompt of one token or more,
+    so that the cached keys and the queries of both passes take part."""
+    _, params, _ = load(name)
+    leaves = flatten(params)
+    norms = [path for path in leaves if path.endswith(("q_norm.scale", "k_norm.scale"))]
+    assert len(norms) == 2 * len(params.layers)
+    assert {leaves[path].ndim for path in norms} == {axes}
+    without = unflatten(params, leaves | {path: jnp.ones_like(leaves[path]) for path in norms})
+    for chunks in ([PROMPT], [1] * PROMPT):
+        assert error_of(name, chunks) < TOLERANCE
+        assert error_of(name, chunks, params=without) > 100 * TOLERANCE
+
+
 def with_mixer(name, **changes):
     config = load(name)[0]
     layers = [replace(spec, mixer=replace(spec.mixer, **changes)) for spec in config.layers]
