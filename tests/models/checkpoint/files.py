@@ -1,7 +1,6 @@
 """Checkpoint files for tests: raw GGUF bytes, tiny models, one set of weights in both formats."""
 
 import json
-import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -183,6 +182,44 @@ SMALL_GGUF = {
 LLAMA = {"model_type": "llama", **SMALL}
 BFLOAT16 = ml_dtypes.bfloat16
 
+GEMMA = {"tie_word_embeddings": True, "sliding_window": 7, "query_pre_attn_scalar": 16}
+GEMMA_GGUF = {"attention.sliding_window": 7}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_head": 4,
+    "n_layer": 3,
+    "n_inner": 40,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2_GGUF = {
+    key: value for key, value in SMALL_GGUF.items() if not key.startswith(("rope", "attention"))
+} | {"attention.head_count": 4, "attention.layer_norm_epsilon": 1e-5}
+
+# architecture -> (config.json, metadata), each saying what the other says
+MODELS = {
+    "llama": ({"model_type": "llama"}, {}),
+    "qwen2": ({"model_type": "qwen2"}, {}),
+    "qwen3": ({"model_type": "qwen3"}, {}),
+    "smollm3": ({"model_type": "smollm3", "num_hidden_layers": 5}, {"block_count": 5}),
+    "olmo2": ({"model_type": "olmo2"}, {}),
+    "phi3": ({"model_type": "phi3", "sliding_window": 9}, {"attention.sliding_window": 9}),
+    "gemma2": ({"model_type": "gemma2", **GEMMA}, GEMMA_GGUF),
+    "gemma3": (
+        {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 7},
+        {**GEMMA_GGUF, "block_count": 7},
+    ),
+    "gpt2": (GPT2, GPT2_GGUF),
+}
+
+
+def gguf_and_hf_fields(arch: str) -> tuple[dict, dict]:
+    hf, gguf = MODELS[arch]
+    return (gguf, hf) if arch == "gpt2" else ({**SMALL_GGUF, **gguf}, {**SMALL, **hf})
+
 
 def llama_file(path: Path) -> dict[str, np.ndarray]:
     """A sound tiny Llama GGUF; returns its tensors."""
@@ -195,7 +232,3 @@ def llama_file(path: Path) -> dict[str, np.ndarray]:
 def bits(array: np.ndarray) -> np.ndarray:
     """For comparisons in which NaN equals itself."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

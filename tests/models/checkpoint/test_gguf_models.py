@@ -14,52 +14,17 @@ from models.families.gguf import config_from_gguf
 from models.rope import inv_freq
 from tests.models.checkpoint.files import (
     BFLOAT16,
+    MODELS,
     SMALL,
     SMALL_GGUF,
     as_gguf,
+    gguf_and_hf_fields,
     hf_tensors,
     write_gguf,
     write_hf,
 )
 
-GEMMA = {"tie_word_embeddings": True, "sliding_window": 7, "query_pre_attn_scalar": 16}
-GEMMA_GGUF = {"attention.sliding_window": 7}
 FACTORS = [1.0 + 0.25 * i for i in range(8)]
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 97,
-    "n_embd": 48,
-    "n_head": 4,
-    "n_layer": 3,
-    "n_inner": 40,
-    "n_positions": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT2_GGUF = {
-    key: value for key, value in SMALL_GGUF.items() if not key.startswith(("rope", "attention"))
-} | {"attention.head_count": 4, "attention.layer_norm_epsilon": 1e-5}
-
-# architecture -> (config.json, metadata), each saying what the other says
-MODELS = {
-    "llama": ({"model_type": "llama"}, {}),
-    "qwen2": ({"model_type": "qwen2"}, {}),
-    "qwen3": ({"model_type": "qwen3"}, {}),
-    "smollm3": ({"model_type": "smollm3", "num_hidden_layers": 5}, {"block_count": 5}),
-    "olmo2": ({"model_type": "olmo2"}, {}),
-    "phi3": ({"model_type": "phi3", "sliding_window": 9}, {"attention.sliding_window": 9}),
-    "gemma2": ({"model_type": "gemma2", **GEMMA}, GEMMA_GGUF),
-    "gemma3": (
-        {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 7},
-        {**GEMMA_GGUF, "block_count": 7},
-    ),
-    "gpt2": (GPT2, GPT2_GGUF),
-}
-
-
-def _fields(arch: str) -> tuple[dict, dict]:
-    hf, gguf = MODELS[arch]
-    return (hf, gguf) if arch == "gpt2" else ({**SMALL, **hf}, {**SMALL_GGUF, **gguf})
 
 
 def _float32(config: ModelConfig) -> ModelConfig:
@@ -72,7 +37,7 @@ def _float32(config: ModelConfig) -> ModelConfig:
 
 @pytest.mark.parametrize("arch", MODELS)
 def test_b78_b83_gguf_and_directory_are_the_same_model(tmp_path, arch):
-    hf_fields, gguf_fields = _fields(arch)
+    gguf_fields, hf_fields = gguf_and_hf_fields(arch)
     config, tensors = hf_tensors(hf_fields)
     # bfloat16 values: both files hold them exactly, and 1 + w is taken of the same w.
     tensors = {k: v.astype(BFLOAT16).astype(np.float32) for k, v in tensors.items()}
@@ -137,7 +102,7 @@ def _config(arch: str, store: FakeStore | None = None, **changes) -> ModelConfig
     """`changes` use __ for a dot; None removes a field."""
     fields = {"general.architecture": arch}
     for key, value in (
-        _fields(arch)[1] | {k.replace("__", "."): v for k, v in changes.items()}
+        gguf_and_hf_fields(arch)[0] | {k.replace("__", "."): v for k, v in changes.items()}
     ).items():
         if value is not None:
             fields[key if key.startswith("tokenizer.") else f"{arch}.{key}"] = value
@@ -156,6 +121,14 @@ def test_rope_freqs_divide_the_frequencies():
     assert rope.attention_factor == 1.0
     for long in (False, True):
         np.testing.assert_allclose(inv_freq(rope, long), inv_freq(plain) / divisors, rtol=3e-7)
+
+
+def test_linear_scaling_multiplies_the_divisors():
+    store = FakeStore(**{"rope_freqs.weight": np.asarray(FACTORS, np.float32)})
+    rope = _mixers(_config("llama", store, rope__scaling__factor=4.0))[0].rope
+    assert rope.short_factor == rope.long_factor == tuple(4 * f for f in FACTORS)
+    with pytest.raises(ValueError, match="'yarn' with factor 4.0 and rotary divisors"):
+        _config("llama", store, rope__scaling__factor=4.0, rope__scaling__type="yarn")
 
 
 def test_short_and_long_factors_are_longrope():
