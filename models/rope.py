@@ -51,8 +51,9 @@ def inv_freq(spec: RopeSpec, long: bool = False) -> np.ndarray:
 
 def _llama3(spec: RopeSpec, freq_R: np.ndarray) -> np.ndarray:
     """Long wavelengths divided by the factor, short ones kept, those between blended."""
-    wavelength_R = np.float32(2 * math.pi) / freq_R
-    turns_R = np.float32(spec.original_max_position) / wavelength_R
+    # Reciprocals first: near the ends of the blend the rounding of a plain quotient would show.
+    wavelength_R = np.float32(1) / freq_R * np.float32(2 * math.pi)
+    turns_R = np.float32(1) / wavelength_R * np.float32(spec.original_max_position)
     low, high = spec.low_freq_factor, spec.high_freq_factor
     keep_R = (turns_R - np.float32(low)) / np.float32(high - low)
     blend_R = (1 - keep_R) * freq_R / np.float32(spec.factor) + keep_R * freq_R

@@ -10,20 +10,15 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.batch import ragged_batch
 from models.checkpoint.load import load_model
 from models.config import RopeSpec
 from models.families import FAMILIES
-from models.kv_cache import step_index
-from models.model import forward, unembed
 from models.params import flatten, unflatten
-from models.rope import rotation
-from tests.models.paged_run import poisoned_cache, run
+from tests.models.paged_run import run, run_rotated_to
 
 GOLDENS = Path(__file__).parent.parent / "parity" / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -92,32 +87,17 @@ SCALED = [
 
 
 @pytest.mark.parametrize("name", [*SCALED, "phi3_partial"])
-def test_b73_position_20000_matches_transformers(name, monkeypatch):
-    """One sequence whose first tokens stand at 0..3 and the others at 20,000 and on.
-
-    The keys lie side by side in the cache and attention sees 14 tokens; only the rotation is told
-    the far positions. So a frequency that is wrong by 1e-5 shows at full strength, which it would
-    not among 20,000 random keys.
-    """
+def test_b73_position_20000_matches_transformers(name):
+    """One sequence whose first tokens stand at 0..3 and the others at 20,000 and on."""
     config, params, golden = load(name)
-    positions_T, count = jnp.asarray(golden["far_positions"]), len(golden["far_positions"])
-    length_T = jnp.maximum(positions_T[golden["far_prompt_len"] - 1], positions_T) + 1
-
-    def far_step_index(*args):
-        step = step_index(*args)
-        ropes = {rope: rotation(rope, positions_T, length_T) for rope in step.rotations}
-        return replace(step, rotations=ropes)
-
-    monkeypatch.setattr("models.model.step_index", far_step_index)
-    start_S, count_S = jnp.zeros(1, jnp.int32), jnp.full(1, count, jnp.int32)
-    tokens_T = jnp.asarray(golden["far_tokens"], jnp.int32)
-    page_table_SM = jnp.ones((1, 1), jnp.int32)
-    batch = ragged_batch(tokens_T, start_S, count_S, count_S, count_S, page_table_SM, count)
-    hidden_TD, _ = jax.jit(forward, static_argnums=0)(
-        config, params, poisoned_cache(config, 2, 16), batch
+    logits_TV = run_rotated_to(
+        config,
+        params,
+        golden["far_tokens"],
+        golden["far_positions"],
+        int(golden["far_prompt_len"]),
     )
-    logits_TV = unembed(config, params, hidden_TD)
-    assert relative_error(np.asarray(logits_TV), golden["far_logits"]) < TOLERANCE
+    assert relative_error(logits_TV, golden["far_logits"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,35 @@
+"""Every family against transformers, live: the tiny models with other random weights than the
+stored ones, written by transformers, read by the loader."""
+
+import numpy as np
+import pytest
+
+from models.checkpoint.load import load_model
+from tests.models.paged_run import run, run_rotated_to
+from tests.parity.make_tiny import VARIANTS, build, expected, save
+
+TOLERANCE = 1e-4  # of the largest logit; see tests/models/test_family_parity.py
+
+
+def relative_error(logits_TV, expected_TV):
+    return float(np.abs(logits_TV - expected_TV).max() / np.abs(expected_TV).max())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_prefill_chunks_decode_and_far_positions(name, tmp_path):
+    model = build(name, seed=1)
+    golden = expected(model)
+    save(model, tmp_path)
+    config, params = load_model(tmp_path, "float32")
+    tokens = golden["tokens"]
+    for key, chunks in (
+        ("logits", [23, *[1] * 5]),
+        ("logits", [3, 14, 6, *[1] * 5]),
+        ("crossing_logits", [12, *[1] * 16]),
+    ):
+        prompt_len = 23 if key == "logits" else 12
+        (logits_TV,) = run(config, params, [tokens], [chunks], prompt_lens=[prompt_len], width=23)
+        assert relative_error(logits_TV, golden[key]) < TOLERANCE, (key, chunks)
+    if "far_tokens" in golden:
+        far_TV = run_rotated_to(config, params, golden["far_tokens"], golden["far_positions"], 12)
+        assert relative_error(far_TV, golden["far_logits"]) < TOLERANCE
