@@ -127,7 +127,7 @@ def test_linear_scaling_multiplies_the_divisors():
     store = FakeStore(**{"rope_freqs.weight": np.asarray(FACTORS, np.float32)})
     rope = _mixers(_config("llama", store, rope__scaling__factor=4.0))[0].rope
     assert rope.short_factor == rope.long_factor == tuple(4 * f for f in FACTORS)
-    with pytest.raises(ValueError, match="'yarn' with factor 4.0 and rotary divisors"):
+    with pytest.raises(ValueError, match=r"'yarn' with factor 4\.0 and rotary divisors"):
         _config("llama", store, rope__scaling__factor=4.0, rope__scaling__type="yarn")
 
 
