@@ -117,7 +117,7 @@ def resolve(model: str) -> Path:
     close = difflib.get_close_matches(model, REGISTRY)
     raise ValueError(
         f"unknown model {model!r}"
-        + (f", did you mean {close[0]}?" if close else ";")
+        + (f", did you mean {close[0]}?" if close else ".")
         + f" Give a directory, a .gguf file, a Hugging Face id (owner/name) or one of: "
         f"{', '.join(REGISTRY)}"
     )

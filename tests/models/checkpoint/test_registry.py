@@ -164,7 +164,7 @@ def test_local_paths_are_taken_as_they_are(tmp_path):
     ("model", "message"),
     [
         ("smollm2-135", r"unknown model 'smollm2-135', did you mean smollm2-135m\?.*gemma3-270m"),
-        ("nonsense", r"unknown model 'nonsense'; Give .*smollm2-135m, gemma3-270m"),
+        ("nonsense", r"unknown model 'nonsense'\. Give .*smollm2-135m, gemma3-270m"),
         ("", "unknown model ''"),
         ("absent.gguf", r"no file or directory absent\.gguf"),
         ("absent/deep/model", "no file or directory absent/deep/model"),
