@@ -1,76 +1,147 @@
 """Choosing the next token of each row, on device, in float32.
 
-A row with temperature 0 takes the largest logit, the lowest id among equals. Otherwise one uniform
-number per row is drawn and inverted through the cumulative distribution, which costs one pass over
-the vocabulary instead of one random number per entry. Keys depend only on the request's seed and
-the position of the output token, so a row's draws do not change with its neighbours.
+Order: log-probabilities of the untouched logits; edits (`engine.logit_edits`: bias, allowed ids,
+bad words, min_tokens, penalties); temperature; min-p, top-k, top-p (`engine.filters`); the draw. A
+row with temperature 0 or top_k 1 takes the largest edited logit, the lowest id among equals. What
+no row of the batch asks for does not run.
+
+Invariant: a row's token depends only on its own logits, settings and history. Its random key is
+fold_in(fold_in(seed, choice), output position): never the slot, the batch or the step.
 """
 
 import jax
 import jax.numpy as jnp
 
-# Vocabulary entries per partial sum of the two-level search; the last block is padded.
-_BLOCK = 256
+from engine.filters import Settings, keep, kept_mask
+from engine.logit_edits import edit_logits
+from engine.logprobs import Logprobs, empty_logprobs, logprobs_of
+from engine.row_search import argmax_rows, draw_rows
+from engine.sampling_rows import SamplingLimits, SamplingRows, empty_rows
+from engine.state import NO_TOKEN
+from engine.step import RowView, Sampled
 
 
-def argmax_rows(logits_SV: jax.Array) -> jax.Array:
-    """Lowest index of each row's maximum, as two plain reductions: XLA's CPU argmax is slow."""
-    top_S1 = jnp.max(logits_SV, axis=-1, keepdims=True)
-    ids_V = jnp.arange(logits_SV.shape[-1], dtype=jnp.int32)
-    return jnp.min(jnp.where(logits_SV == top_S1, ids_V, logits_SV.shape[-1] - 1), axis=-1)
+def sample(
+    limits: SamplingLimits, view: RowView, logits_RV: jax.Array, samples_R: jax.Array
+) -> Sampled:
+    """A token for each row with `samples_R`; `extra` is a `Logprobs`, of meaning to rows that ask.
+
+    Not ok: NaN or +inf among the row's logits, or no token left that can be chosen.
+    """
+    logits_RV = _real_columns(logits_RV.astype(jnp.float32), limits.vocab_size)
+    rows = _settings(limits, view, samples_R)
+    edited_RV, sound_R = edit_logits(logits_RV, rows, view)
+    position_R = view.num_tokens_R - view.requests_R.prompt_len
+    token_R = _choose(edited_RV, rows, position_R)
+    ok_R = sound_R & (token_R >= 0)
+    return Sampled(
+        token_R=jnp.where(samples_R & ok_R, token_R, NO_TOKEN),
+        ok_R=ok_R | ~samples_R,
+        extra=_logprobs(limits, rows, logits_RV, token_R),
+    )
+
+
+def no_sample(limits: SamplingLimits, num_rows: int) -> Sampled:
+    """What `sample` gives rows that sample nothing."""
+    return Sampled(
+        token_R=jnp.full(num_rows, NO_TOKEN, jnp.int32),
+        ok_R=jnp.ones(num_rows, bool),
+        extra=empty_logprobs(num_rows, limits.max_logprobs),
+    )
 
 
 def sample_rows(
     logits_SV: jax.Array, temperature_S: jax.Array, seed_S: jax.Array, output_index_S: jax.Array
 ) -> jax.Array:
-    """One token id per row, int32 [S]. `seed_S` uint32; `output_index_S` counts from 0.
+    """Temperature only: one token id per row, int32 [S]. `seed_S` uint32; indices count from 0.
 
-    Rows without temperature cost nothing beyond the maximum; when no row has one, the random part
-    does not run.
+    An unsound row gives id 0.
     """
     logits_SV = logits_SV.astype(jnp.float32)
-    greedy_S = argmax_rows(logits_SV)
+    best_S = jnp.maximum(argmax_rows(logits_SV), 0)
+    random_S = temperature_S > 0
 
     def draw() -> jax.Array:
-        safe_S = jnp.where(temperature_S > 0, temperature_S, 1.0)
-        u_S = jax.vmap(_uniform)(seed_S, output_index_S)
-        return jnp.where(temperature_S > 0, _invert(logits_SV / safe_S[:, None], u_S), greedy_S)
+        weight_SV = _weights(logits_SV, best_S, temperature_S)
+        seed_S2 = jnp.stack([jnp.zeros_like(seed_S), seed_S], axis=-1)
+        u_S2 = _uniforms(seed_S2, jnp.zeros_like(output_index_S), output_index_S)
+        return jnp.where(random_S, draw_rows(weight_SV, u_S2), best_S)
 
-    return jax.lax.cond(jnp.any(temperature_S > 0), draw, lambda: greedy_S)
-
-
-def _uniform(seed: jax.Array, output_index: jax.Array) -> jax.Array:
-    choice_key = jax.random.fold_in(jax.random.key(seed), 0)  # choice index: one choice per request
-    return jax.random.uniform(jax.random.fold_in(choice_key, output_index), dtype=jnp.float32)
+    return jax.lax.cond(jnp.any(random_S), draw, lambda: best_S)
 
 
-def _invert(logits_SV: jax.Array, u_S: jax.Array) -> jax.Array:
-    """The id at which the cumulative softmax first exceeds u: the block, then inside the block."""
-    num_rows, vocab = logits_SV.shape
-    p_SV = jnp.exp(logits_SV - jnp.max(logits_SV, axis=-1, keepdims=True))
-    p_SV = jnp.pad(p_SV, ((0, 0), (0, -vocab % _BLOCK)))
-    p_SBb = p_SV.reshape(num_rows, -1, _BLOCK)
-    mass_SB = jnp.sum(p_SBb, axis=-1)
-    upto_SB = jnp.cumsum(mass_SB, axis=-1)
-    target_S = u_S * upto_SB[:, -1]
-    block_S = _first_reached(mass_SB, upto_SB, target_S)
-    before_S = jnp.where(block_S > 0, _pick(upto_SB, jnp.maximum(block_S - 1, 0)), 0.0)
-    p_Sb = jnp.take_along_axis(p_SBb, block_S[:, None, None], axis=1, mode="clip")[:, 0]
-    offset_S = _first_reached(p_Sb, before_S[:, None] + jnp.cumsum(p_Sb, axis=-1), target_S)
-    return (block_S * _BLOCK + offset_S).astype(jnp.int32)
+def _choose(logits_RV: jax.Array, rows: SamplingRows, position_R: jax.Array) -> jax.Array:
+    """Token of each row, -1 where the row is unsound or leaves no choice."""
+    best_R = argmax_rows(logits_RV)
+    random_R = (rows.temperature > 0) & (rows.top_k != 1) & (best_R >= 0)
+
+    def draw() -> jax.Array:
+        weight_RV = _weights(logits_RV, best_R, rows.temperature)
+        weight_RV = _filtered(weight_RV, rows, random_R)
+        u_R2 = _uniforms(rows.seed, rows.choice, position_R)
+        return jnp.where(random_R, draw_rows(weight_RV, u_R2), best_R)
+
+    return jax.lax.cond(jnp.any(random_R), draw, lambda: best_R)
 
 
-def _first_reached(mass_SX: jax.Array, upto_SX: jax.Array, target_S: jax.Array) -> jax.Array:
-    """First entry with mass whose running sum exceeds the target, else the last one with mass.
-
-    A parallel prefix sum is not monotone to the last bit, so entries without mass are ruled out.
-    """
-    ids_X = jnp.arange(mass_SX.shape[-1])
-    reached_SX = (upto_SX > target_S[:, None]) & (mass_SX > 0)
-    first_S = jnp.min(jnp.where(reached_SX, ids_X, ids_X.size), axis=-1)
-    last_S = jnp.max(jnp.where(mass_SX > 0, ids_X, 0), axis=-1)
-    return jnp.where(first_S < ids_X.size, first_S, last_S)
+def _weights(logits_RV: jax.Array, best_R: jax.Array, temperature_R: jax.Array) -> jax.Array:
+    """Probabilities relative to the best token's. Any positive temperature gives finite ones."""
+    best_R1 = jnp.take_along_axis(logits_RV, best_R[:, None], axis=1, mode="clip")
+    safe_R1 = jnp.maximum(jnp.where(temperature_R > 0, temperature_R, 1.0), 1e-30)[:, None]
+    return jnp.exp((logits_RV - best_R1) / safe_R1)
 
 
-def _pick(x_SX: jax.Array, index_S: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x_SX, index_S[:, None], axis=-1, mode="clip")[:, 0]
+def _filtered(weight_RV: jax.Array, rows: SamplingRows, random_R: jax.Array) -> jax.Array:
+    filters = Settings(
+        min_p_R=jnp.where(random_R, rows.min_p, 0.0),
+        top_k_R=jnp.where(random_R, rows.top_k, 0),
+        top_p_R=jnp.where(random_R, rows.top_p, 1.0),
+    )
+    asks_R = (filters.min_p_R > 0) | (filters.top_k_R > 0) | (filters.top_p_R < 1)
+    return jax.lax.cond(
+        jnp.any(asks_R),
+        lambda: jnp.where(kept_mask(keep(weight_RV, filters), weight_RV), weight_RV, 0.0),
+        lambda: weight_RV,
+    )
+
+
+def _uniforms(seed_R2: jax.Array, choice_R: jax.Array, position_R: jax.Array) -> jax.Array:
+    """Two uniforms per row, [R, 2]."""
+
+    def row(seed_2: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, choice), position)
+        return jax.random.uniform(key, (2,), jnp.float32)
+
+    return jax.vmap(row)(seed_R2, choice_R, position_R)
+
+
+def _real_columns(logits_RV: jax.Array, vocab_size: int) -> jax.Array:
+    """Columns beyond the vocabulary (padding of the table) cannot be chosen."""
+    width = logits_RV.shape[-1]
+    if vocab_size > width:
+        raise ValueError(f"vocab_size {vocab_size} exceeds the logits' width {width}")
+    if vocab_size == width:
+        return logits_RV
+    return jnp.where(jnp.arange(width) < vocab_size, logits_RV, -jnp.inf)
+
+
+def _settings(limits: SamplingLimits, view: RowView, samples_R: jax.Array) -> SamplingRows:
+    """The rows' settings, neutral where nothing is sampled: such rows cause no work."""
+
+    def neutral(asked: jax.Array, empty: jax.Array) -> jax.Array:
+        shape = (-1,) + (1,) * (asked.ndim - 1)
+        return jnp.where(samples_R.reshape(shape), asked, empty)
+
+    return jax.tree.map(neutral, view.requests_R.sampling, empty_rows(samples_R.shape[0], limits))
+
+
+def _logprobs(
+    limits: SamplingLimits, rows: SamplingRows, logits_RV: jax.Array, token_R: jax.Array
+) -> Logprobs:
+    count = limits.max_logprobs
+    return jax.lax.cond(
+        jnp.any(rows.num_logprobs >= 0),
+        lambda: logprobs_of(logits_RV, jnp.maximum(token_R, 0), count),
+        lambda: empty_logprobs(token_R.shape[0], count),
+    )

@@ -1,0 +1,163 @@
+"""min-p, top-k and top-p as one prefix of each row's tokens in order of weight.
+
+Weights are probabilities relative to the row's best: w = exp((logit - best) / temperature), float32
+[R, V] in 0 .. 1. Tokens are ordered by (weight descending, id ascending); every filter keeps a
+prefix of that order, so what all of them keep is named by the prefix's last member: its weight and
+its id. Most rows are decided by their best `NUM_CANDIDATES` tokens; only those that are not are
+searched whole, a few at a time.
+
+Rule for top-p: the shortest prefix whose share of the mass left by min-p and top-k reaches p, up to
+`MASS_SLACK` (sums of float32 are no more exact); the first token always stays.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from engine.row_search import largest_threshold, nth_true, top_rows
+
+NUM_CANDIDATES = 64
+MASS_SLACK = 2.0**-20
+_WHOLE_ROWS = 4  # rows searched whole at a time
+
+
+@struct.dataclass
+class Settings:
+    """Per row. Off: min_p 0, top_k 0, top_p 1."""
+
+    min_p_R: jax.Array
+    top_k_R: jax.Array
+    top_p_R: jax.Array
+
+
+@struct.dataclass
+class Kept:
+    """Weights above `floor_R` are kept, and those equal to it up to the id `last_id_R`."""
+
+    floor_R: jax.Array
+    last_id_R: jax.Array
+
+
+def kept_mask(kept: Kept, weight_RV: jax.Array) -> jax.Array:
+    floor_R1, last_R1 = kept.floor_R[:, None], kept.last_id_R[:, None]
+    ids_V = jnp.arange(weight_RV.shape[-1], dtype=jnp.int32)
+    return (weight_RV > floor_R1) | ((weight_RV == floor_R1) & (ids_V <= last_R1))
+
+
+def keep(weight_RV: jax.Array, settings: Settings, num_candidates: int = NUM_CANDIDATES) -> Kept:
+    """What the filters leave of each row. Whatever is searched beyond min-p, some row asks for."""
+    counts_R = (settings.top_k_R > 0) | (settings.top_p_R < 1)
+    return jax.lax.cond(
+        jnp.any(counts_R),
+        lambda: _keep(weight_RV, settings, min(num_candidates, weight_RV.shape[-1])),
+        lambda: _above(settings.min_p_R, weight_RV.shape[-1]),
+    )
+
+
+def _above(floor_R: jax.Array, vocab: int) -> Kept:
+    return Kept(floor_R=floor_R, last_id_R=jnp.full(floor_R.shape, vocab - 1, jnp.int32))
+
+
+def _keep(weight_RV: jax.Array, settings: Settings, num_candidates: int) -> Kept:
+    kept, decided_R = keep_by_candidates(weight_RV, settings, num_candidates)
+    undecided_R = ~decided_R
+    num_rows = undecided_R.shape[0]
+    size = min(_WHOLE_ROWS, num_rows)
+    order_R = jnp.argsort(~undecided_R, stable=True).astype(jnp.int32)  # the undecided first
+    count = jnp.sum(undecided_R)
+
+    def group(carry):
+        start, kept = carry
+        nth_U = start + jnp.arange(size)
+        row_U = jnp.where(nth_U < count, order_R.at[nth_U].get(mode="clip"), num_rows)
+
+        def pick(x_R):
+            return x_R.at[row_U].get(mode="clip")
+
+        new = keep_by_whole_rows(pick(weight_RV), jax.tree.map(pick, settings))
+        return start + size, jax.tree.map(lambda x, y: x.at[row_U].set(y, mode="drop"), kept, new)
+
+    return jax.lax.while_loop(lambda c: c[0] < count, group, (jnp.int32(0), kept))[1]
+
+
+def keep_by_candidates(
+    weight_RV: jax.Array, settings: Settings, num_candidates: int
+) -> tuple[Kept, jax.Array]:
+    """(kept, decided_R): the prefix as the best tokens show it, and whether they show all of it."""
+    vocab = weight_RV.shape[-1]
+    weight_RJ, id_RJ = top_rows(weight_RV, num_candidates)
+    min_p_R1, top_k_R = settings.min_p_R[:, None], settings.top_k_R
+    top_k_R = jnp.where(top_k_R > 0, top_k_R, vocab)
+    left_RJ = (weight_RJ >= min_p_R1) & (jnp.arange(num_candidates) < top_k_R[:, None])
+    num_left_R = jnp.sum(left_RJ, axis=-1, dtype=jnp.int32)
+    ends_R = (num_left_R < num_candidates) | (top_k_R <= num_candidates)
+
+    upto_RJ = jnp.cumsum(jnp.where(left_RJ, weight_RJ, 0.0), axis=-1)
+    # Without top-k the mass left by min-p is known even where the candidates are not all of it.
+    whole_R = jnp.sum(jnp.where(weight_RV >= min_p_R1, weight_RV, 0.0), axis=-1)
+    total_R = jnp.where(ends_R, upto_RJ[:, -1], whole_R)
+    reached_RJ = upto_RJ >= _target(total_R, settings.top_p_R)[:, None]
+    reached_R = jnp.any(reached_RJ, axis=-1) & (ends_R | (top_k_R >= vocab))
+    first_R = jnp.argmax(reached_RJ, axis=-1).astype(jnp.int32) + 1
+
+    limits_mass_R = settings.top_p_R < 1
+    length_R = jnp.where(limits_mass_R, jnp.minimum(first_R, num_left_R), num_left_R)
+    last_R1 = jnp.maximum(length_R - 1, 0)[:, None]
+    kept = Kept(
+        floor_R=jnp.take_along_axis(weight_RJ, last_R1, axis=1, mode="clip")[:, 0],
+        last_id_R=jnp.take_along_axis(id_RJ, last_R1, axis=1, mode="clip")[:, 0],
+    )
+    # A row that only min-p limits needs no candidates.
+    plain_R = ~limits_mass_R & (settings.top_k_R == 0)
+    kept = jax.tree.map(partial(jnp.where, plain_R), _above(settings.min_p_R, vocab), kept)
+    return kept, plain_R | jnp.where(limits_mass_R, reached_R, ends_R)
+
+
+def keep_by_whole_rows(weight_RV: jax.Array, settings: Settings) -> Kept:
+    """The same prefix for any row, by bisection over the weight of its last member."""
+    num_rows, vocab = weight_RV.shape
+    top_k_R = jnp.where(settings.top_k_R > 0, jnp.minimum(settings.top_k_R, vocab), vocab)
+    kept = _above(settings.min_p_R, vocab)
+
+    def by_count() -> Kept:
+        def count(mask_RV):
+            return jnp.sum(jnp.where(mask_RV, 1.0, 0.0), axis=-1)
+
+        wanted_R = top_k_R.astype(jnp.float32)
+        floor_R = largest_threshold(
+            lambda t_R: count(weight_RV >= t_R[:, None]) >= wanted_R, num_rows
+        )
+        missing_R = wanted_R - count(weight_RV > floor_R[:, None])
+        last_R = nth_true(weight_RV == floor_R[:, None], missing_R)
+        return _shorter(kept, Kept(floor_R=floor_R, last_id_R=last_R))
+
+    kept = jax.lax.cond(jnp.any(top_k_R < vocab), by_count, lambda: kept)
+
+    def by_mass() -> Kept:
+        left_RV = jnp.where(kept_mask(kept, weight_RV), weight_RV, 0.0)
+
+        def mass(mask_RV):
+            return jnp.sum(jnp.where(mask_RV, left_RV, 0.0), axis=-1)
+
+        target_R = _target(jnp.sum(left_RV, axis=-1), settings.top_p_R)
+        floor_R = largest_threshold(lambda t_R: mass(left_RV >= t_R[:, None]) >= target_R, num_rows)
+        missing_R = target_R - mass(left_RV > floor_R[:, None])
+        num_R = jnp.maximum(jnp.ceil(missing_R / jnp.maximum(floor_R, 1e-30)), 1.0)
+        last_R = nth_true(left_RV == floor_R[:, None], num_R)
+        return _shorter(kept, Kept(floor_R=floor_R, last_id_R=last_R))
+
+    limits_mass_R = settings.top_p_R < 1
+    shorter = jax.lax.cond(jnp.any(limits_mass_R), by_mass, lambda: kept)
+    return jax.tree.map(partial(jnp.where, limits_mass_R), shorter, kept)
+
+
+def _target(total_R: jax.Array, top_p_R: jax.Array) -> jax.Array:
+    return jnp.maximum(top_p_R - MASS_SLACK, 0.0) * total_R
+
+
+def _shorter(a: Kept, b: Kept) -> Kept:
+    """Of two prefixes of one order, the one that ends first."""
+    first_R = (a.floor_R > b.floor_R) | ((a.floor_R == b.floor_R) & (a.last_id_R < b.last_id_R))
+    return jax.tree.map(partial(jnp.where, first_R), a, b)
