@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.paged_attention.problem import Problem, check
 
 
@@ -27,6 +27,7 @@ class Implementation:
 
 # In the order in which "auto" tries them.
 IMPLEMENTATIONS = {
+    "xla": Implementation(xla.supports, xla.attend),
     "reference": Implementation(reference.supports, reference.attend),
 }
 
