@@ -7,7 +7,7 @@ The page layout itself belongs to the attention kernel (`pallas_kernels/paged_at
 Paging: Kwon et al. 2023 (PagedAttention).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,18 +49,22 @@ class KVCache:
     layers: tuple[jax.Array, ...]
 
 
-@dataclass(frozen=True)
+@struct.dataclass
 class StepIndex:
-    """What every layer of one forward pass shares, computed once (lives only while tracing).
+    """What every layer of one forward pass shares, computed once.
 
-    page_T, offset_T: where each row's key and value go; rotations: cos and sin per rotary spec.
+    page_T, offset_T: where each row's key and value go; rotations: cos and sin of each of `ropes`.
     """
 
     batch: RaggedBatch
     page_T: jax.Array
     offset_T: jax.Array
-    rotations: Mapping[RopeSpec, tuple[jax.Array, jax.Array]]
-    attention_impl: str
+    rotations: tuple[tuple[jax.Array, jax.Array], ...]
+    ropes: tuple[RopeSpec, ...] = struct.field(pytree_node=False)
+    attention_impl: str = struct.field(pytree_node=False)
+
+    def rotation(self, rope: RopeSpec) -> tuple[jax.Array, jax.Array]:
+        return self.rotations[self.ropes.index(rope)]
 
 
 CacheSpecs = Sequence[PagedKVSpec]  # one per layer, see `models.model.cache_specs`
@@ -114,15 +118,14 @@ def step_index(
     page_T = jnp.where(batch.slot_T < num_slots, page_T, TRASH_PAGE)
     prompt_len_T = batch.prompt_len_S.at[batch.slot_T].get(mode="fill", fill_value=0)
     # In the order of the layers: a set's order would make each process compile another program.
-    ropes = dict.fromkeys(layer.mixer.rope for layer in config.layers)
+    ropes = tuple(dict.fromkeys(layer.mixer.rope for layer in config.layers if layer.mixer.rope))
     length_T = jnp.maximum(prompt_len_T, batch.positions_T + 1)
     return StepIndex(
         batch=batch,
         page_T=page_T,
         offset_T=batch.positions_T % page_size,
-        rotations={
-            rope: rotation(rope, batch.positions_T, length_T) for rope in ropes if rope is not None
-        },
+        rotations=tuple(rotation(rope, batch.positions_T, length_T) for rope in ropes),
+        ropes=ropes,
         attention_impl=attention_impl,
     )
 

@@ -6,14 +6,16 @@ one call. Layers are unrolled, not scanned: a scan would slice stacked weights, 
 backend copies each slice before it multiplies.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from models.batch import RaggedBatch
-from models.config import LayerSpec, ModelConfig
+from models.config import LayerSpec, ModelConfig, NormSpec
 from models.contract import contract
-from models.kv_cache import KVCache, PagedKVSpec, step_index
+from models.kv_cache import KVCache, PagedKVSpec, StepIndex, step_index
 from models.mixers import mixer_of
 from models.mlp import MlpParams, apply_mlp, declare_mlp
 from models.norms import NormParams, apply_norm, declare_norm
@@ -97,18 +99,28 @@ def forward(
         x_TD = x_TD + params.positions_ED.at[batch.positions_T].get(mode="clip")
     layers = []
     for spec, layer, layer_cache in zip(config.layers, params.layers, cache.layers, strict=True):
-        x_TD, layer_cache = _apply_layer(config, spec, layer, layer_cache, x_TD, step)
+        x_TD, layer_cache = _apply_layer(config.norm, spec, layer, layer_cache, x_TD, step)
         layers.append(layer_cache)
     hidden_TD = apply_norm(config.norm, params.final_norm, x_TD)
     return hidden_TD, cache.replace(layers=tuple(layers))
 
 
-def _apply_layer(config, spec: LayerSpec, params: LayerParams, cache, x_TD, step):
+@partial(jax.jit, static_argnums=(0, 1))
+def _apply_layer(
+    norm_spec: NormSpec,
+    spec: LayerSpec,
+    params: LayerParams,
+    cache: jax.Array,
+    x_TD: jax.Array,
+    step: StepIndex,
+) -> tuple[jax.Array, jax.Array]:
+    """One block. Compiled as a function of its own, so that equal layers are traced once."""
+
     def norm(p: NormParams | None, y_TD: jax.Array) -> jax.Array:
-        return y_TD if p is None else apply_norm(config.norm, p, y_TD)
+        return y_TD if p is None else apply_norm(norm_spec, p, y_TD)
 
     mixed_TD, cache = mixer_of(spec.mixer).apply(
-        spec.mixer, config.norm, params.mixer, cache, norm(params.mixer_norm, x_TD), step
+        spec.mixer, norm_spec, params.mixer, cache, norm(params.mixer_norm, x_TD), step
     )
     x_TD = x_TD + norm(params.mixer_post_norm, mixed_TD)
     fed_TD = apply_mlp(spec.mlp, params.mlp, norm(params.mlp_norm, x_TD))

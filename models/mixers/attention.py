@@ -75,7 +75,7 @@ def apply_attention(
         q_TNH = apply_norm(norm, params.q_norm, q_TNH)
         k_TKH = apply_norm(norm, params.k_norm, k_TKH)
     if spec.rope is not None:
-        cos_TR, sin_TR = step.rotations[spec.rope]
+        cos_TR, sin_TR = step.rotation(spec.rope)
         q_TNH = apply_rope(q_TNH, cos_TR, sin_TR)
         k_TKH = apply_rope(k_TKH, cos_TR, sin_TR)
     kv_pages = append(kv_pages, k_TKH, v_TKH, step)

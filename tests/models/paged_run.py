@@ -101,7 +101,7 @@ def run_rotated_to(config, params, tokens, positions, prompt_len: int) -> np.nda
 
     def told_step_index(*args):
         index = step_index(*args)
-        ropes = {rope: rotation(rope, positions_T, length_T) for rope in index.rotations}
+        ropes = tuple(rotation(rope, positions_T, length_T) for rope in index.ropes)
         return replace(index, rotations=ropes)
 
     start_S, count_S = jnp.zeros(1, jnp.int32), jnp.full(1, count, jnp.int32)
