@@ -297,20 +297,23 @@ class Generator:
         cache, settings = self._cache, self.settings
         self._held = [[] for _ in self._held]  # nothing is reusable until this run has ended
         decode = self._decode_program(cache, rows)
-        waiting = []
+        firsts = []
         for tokens_T, q_len_S in _chunks(prompts, starts, settings):
             prefill = self._prefill_program(cache, rows, tokens_T, q_len_S)
             cache, rows, emitted_S = prefill(self.params, cache, rows, tokens_T, q_len_S)
-            waiting.append(emitted_S[None])
+            firsts.append(emitted_S)
         self._cache = cache
+        for emitted_S in firsts:
+            if news := stream.take(np.asarray(emitted_S)[None]):
+                yield news
+        waiting = None
         while not stream.finished:
-            # One dispatch is always in flight while the one before it is read.
+            # One dispatch is in flight while the one before it is read.
             cache, rows, emitted_KS = decode(self.params, cache, rows)
             self._cache = cache
-            for block in waiting:
-                if news := stream.take(np.asarray(block)):
-                    yield news
-            waiting = [emitted_KS]
+            if waiting is not None and (news := stream.take(np.asarray(waiting))):
+                yield news
+            waiting = emitted_KS
         self._held = stream.held(self._held)
 
     def _decode_program(self, cache: KVCache, rows: Rows) -> jax.stages.Compiled:
