@@ -6,6 +6,7 @@ reduction, then looked for inside them. Order is (value descending, id ascending
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _BLOCK = 256
 _TOP_BLOCK = 64
@@ -46,7 +47,8 @@ def top_rows(x_RV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def largest_threshold(reaches, num_rows: int) -> jax.Array:
     """Per row, the largest float32 in 0 .. 1 that `reaches`, which is true at 0 and monotone.
 
-    Bisection on bit patterns, which order like the non-negative floats they encode.
+    Bisection on bit patterns, which order like the non-negative floats they encode. Subnormal
+    numbers, which some processors take for 0, become 0.
     """
 
     def halve(_, bounds):
@@ -55,9 +57,11 @@ def largest_threshold(reaches, num_rows: int) -> jax.Array:
         yes_R = reaches(jax.lax.bitcast_convert_type(middle_R, jnp.float32))
         return jnp.where(yes_R, middle_R, low_R), jnp.where(yes_R, high_R, middle_R)
 
-    above_one = int(jnp.float32(1).view(jnp.int32)) + 1
+    above_one = int(np.float32(1).view(np.int32)) + 1
     bounds = jnp.zeros(num_rows, jnp.int32), jnp.full(num_rows, above_one, jnp.int32)
     low_R, _ = jax.lax.fori_loop(0, above_one.bit_length(), halve, bounds)
+    smallest = int(np.finfo(np.float32).smallest_normal.view(np.int32))
+    low_R = jnp.where(low_R < smallest, 0, low_R)
     return jax.lax.bitcast_convert_type(low_R, jnp.float32)
 
 
@@ -70,7 +74,7 @@ def nth_true(mask_RV: jax.Array, n_R: jax.Array) -> jax.Array:
     before_R = _column(upto_RB - count_RB, block_R)
     one_Rb = _block(one_RBb, block_R)
     offset_R = _first_above(one_Rb, jnp.cumsum(one_Rb, axis=-1), n_R - 1.0 - before_R)
-    return block_R * _BLOCK + offset_R
+    return block_R * one_RBb.shape[-1] + offset_R
 
 
 def draw_rows(weight_RV: jax.Array, u_R2: jax.Array) -> jax.Array:
@@ -81,7 +85,7 @@ def draw_rows(weight_RV: jax.Array, u_R2: jax.Array) -> jax.Array:
     weight_RBb = _blocks(weight_RV, _BLOCK, 0)
     mass_RB = jnp.sum(weight_RBb, axis=-1)
     block_R = _draw(mass_RB, u_R2[:, 0])
-    return block_R * _BLOCK + _draw(_block(weight_RBb, block_R), u_R2[:, 1])
+    return block_R * weight_RBb.shape[-1] + _draw(_block(weight_RBb, block_R), u_R2[:, 1])
 
 
 def _draw(mass_RX: jax.Array, u_R: jax.Array) -> jax.Array:
@@ -102,7 +106,9 @@ def _first_above(mass_RX: jax.Array, upto_RX: jax.Array, target_R: jax.Array) ->
 
 
 def _blocks(x_RV: jax.Array, size: int, padding: float) -> jax.Array:
+    """[R, B, b] with b at most `size`; the last block is padded."""
     num_rows, vocab = x_RV.shape
+    size = min(size, vocab)
     x_RV = jnp.pad(x_RV, ((0, 0), (0, -vocab % size)), constant_values=padding)
     return x_RV.reshape(num_rows, -1, size)
 
