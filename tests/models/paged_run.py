@@ -1,7 +1,8 @@
 """Drive a model through its paged cache for tests: any chunking, several sequences, poisoned pages.
 
 A run compiles two programs at most: one for steps that bring several tokens of a sequence, with
-`width` rows, and one for decode steps, with a row per sequence.
+`width` rows, and one for decode steps, with a row per sequence. The reference attention does not
+tell the two apart and runs both as the first.
 """
 
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def run(
     logits: list[list[np.ndarray]] = [[] for _ in sequences]
     for before_S, q_len_S in zip(np.cumsum(taken, 0) - taken, taken, strict=True):
         q_start_S = np.cumsum(q_len_S) - q_len_S
-        is_decode = q_len_S.max() == 1
+        is_decode = q_len_S.max() == 1 and attention_impl != "reference"
         tokens_T = np.full(num_slots if is_decode else width, 7, np.int32)
         for s, tokens in enumerate(sequences):
             new = tokens[before_S[s] : before_S[s] + q_len_S[s]]

@@ -42,8 +42,12 @@ def test_every_family_has_a_golden():
     assert {load(name)[0].family for name in NAMES} == {family.name for family in FAMILIES}
 
 
-def error_of(name, prompt_chunks, *, expected="logits", config=None, params=None):
-    """Relative to the largest logit: the prompt in chunks, then one token at a time."""
+def error_of(name, prompt_chunks, *, expected="logits", config=None, params=None, impl="reference"):
+    """Relative to the largest logit: the prompt in chunks, then one token at a time.
+
+    Attention is by definition here, for it compiles fast; the families that ask most of it run with
+    the default implementation too.
+    """
     stored_config, stored_params, golden = load(name)
     tokens, prompt_len = golden["tokens"], sum(prompt_chunks)
     (logits_TV,) = run(
@@ -53,6 +57,7 @@ def error_of(name, prompt_chunks, *, expected="logits", config=None, params=None
         [[*prompt_chunks, *[1] * (len(tokens) - prompt_len)]],
         prompt_lens=[prompt_len],
         width=PROMPT,
+        attention_impl=impl,
     )
     return relative_error(logits_TV, golden[expected])
 
@@ -60,6 +65,12 @@ def error_of(name, prompt_chunks, *, expected="logits", config=None, params=None
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill_and_decode_match_transformers(name):
     assert error_of(name, [PROMPT]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "llama_biased_mqa", "mistral"])
+def test_default_attention_matches_transformers(name):
+    for chunks in ([PROMPT], [5, 1, 11, 6]):
+        assert error_of(name, chunks, impl="auto") < TOLERANCE, chunks
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,8 +1,8 @@
 """Rotary frequencies and attention factors against transformers' own functions.
 
 A float32 frequency may differ in its last bits where torch's vectorised power does not round
-correctly; llama3's blend enlarges that to three. Dynamic scaling computes the grown theta in float32 there and the growth of each
-frequency here; both are within a few ulp of the exact value.
+correctly; llama3's blend enlarges that to three. Dynamic scaling computes the grown theta in
+float32 there and the growth of each frequency here; both are within a few ulp of the exact value.
 """
 
 import jax.numpy as jnp
