@@ -88,21 +88,29 @@ def keep_by_candidates(
     """(kept, decided_R): the prefix as the best tokens show it, and whether they show all of it."""
     vocab = weight_RV.shape[-1]
     weight_RJ, id_RJ = top_rows(weight_RV, num_candidates)
-    min_p_R1, top_k_R = settings.min_p_R[:, None], settings.top_k_R
-    top_k_R = jnp.where(top_k_R > 0, top_k_R, vocab)
+    min_p_R1 = settings.min_p_R[:, None]
+    top_k_R = jnp.where(settings.top_k_R > 0, settings.top_k_R, vocab)
     left_RJ = (weight_RJ >= min_p_R1) & (jnp.arange(num_candidates) < top_k_R[:, None])
     num_left_R = jnp.sum(left_RJ, axis=-1, dtype=jnp.int32)
+    limits_mass_R = settings.top_p_R < 1
     ends_R = (num_left_R < num_candidates) | (top_k_R <= num_candidates)
 
+    # top-p is a share of the mass that min-p and top-k leave. Where that goes on beyond the
+    # candidates it lies between two bounds; they may name the same last token.
     upto_RJ = jnp.cumsum(jnp.where(left_RJ, weight_RJ, 0.0), axis=-1)
-    # Without top-k the mass left by min-p is known even where the candidates are not all of it.
-    whole_R = jnp.sum(jnp.where(weight_RV >= min_p_R1, weight_RV, 0.0), axis=-1)
-    total_R = jnp.where(ends_R, upto_RJ[:, -1], whole_R)
-    reached_RJ = upto_RJ >= _target(total_R, settings.top_p_R)[:, None]
-    reached_R = jnp.any(reached_RJ, axis=-1) & (ends_R | (top_k_R >= vocab))
-    first_R = jnp.argmax(reached_RJ, axis=-1).astype(jnp.int32) + 1
+    seen_R = upto_RJ[:, -1]
+    whole_R = jax.lax.cond(
+        jnp.any(limits_mass_R & ~ends_R),
+        lambda: jnp.sum(jnp.where(weight_RV >= min_p_R1, weight_RV, 0.0), axis=-1),
+        lambda: seen_R,
+    )
+    unseen_R = (top_k_R - num_candidates) * weight_RJ[:, -1]
+    most_R = jnp.where(ends_R, seen_R, jnp.minimum(whole_R, seen_R + unseen_R))
+    least_R = jnp.where(ends_R | (top_k_R < vocab), seen_R, whole_R)
+    first_R, _ = _first_reached(upto_RJ, _target(least_R, settings.top_p_R))
+    latest_R, reached_R = _first_reached(upto_RJ, _target(most_R, settings.top_p_R))
+    reached_R &= first_R == latest_R
 
-    limits_mass_R = settings.top_p_R < 1
     length_R = jnp.where(limits_mass_R, jnp.minimum(first_R, num_left_R), num_left_R)
     last_R1 = jnp.maximum(length_R - 1, 0)[:, None]
     kept = Kept(
@@ -151,6 +159,12 @@ def keep_by_whole_rows(weight_RV: jax.Array, settings: Settings) -> Kept:
     limits_mass_R = settings.top_p_R < 1
     shorter = jax.lax.cond(jnp.any(limits_mass_R), by_mass, lambda: kept)
     return jax.tree.map(partial(jnp.where, limits_mass_R), shorter, kept)
+
+
+def _first_reached(upto_RJ: jax.Array, target_R: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(length of the shortest prefix that reaches the target, whether one does)."""
+    reached_RJ = upto_RJ >= target_R[:, None]
+    return jnp.argmax(reached_RJ, axis=-1).astype(jnp.int32) + 1, jnp.any(reached_RJ, axis=-1)
 
 
 def _target(total_R: jax.Array, top_p_R: jax.Array) -> jax.Array:

@@ -32,15 +32,22 @@ def top_rows(x_RV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """
     num_rows, vocab = x_RV.shape
     if vocab <= 2 * count * _TOP_BLOCK:
-        value_RJ, id_RJ = jax.lax.top_k(x_RV, count)
-        return value_RJ, id_RJ.astype(jnp.int32)
+        return _top_k(x_RV, count)
     x_RBb = _blocks(x_RV, _TOP_BLOCK, -jnp.inf)
-    _, block_RJ = jax.lax.top_k(jnp.max(x_RBb, axis=-1), count)
+    _, block_RJ = _top_k(jnp.max(x_RBb, axis=-1), count)
     block_RJ = jnp.sort(block_RJ, axis=-1)  # ids ascend, so that ties keep their order
     x_RJb = jnp.take_along_axis(x_RBb, block_RJ[:, :, None], axis=1, mode="clip")
-    id_RJb = block_RJ[:, :, None] * _TOP_BLOCK + jnp.arange(_TOP_BLOCK)
-    value_RJ, place_RJ = jax.lax.top_k(x_RJb.reshape(num_rows, -1), count)
-    id_RJ = jnp.take_along_axis(id_RJb.reshape(num_rows, -1), place_RJ, axis=1, mode="clip")
+    id_RJb = block_RJ[:, :, None] * _TOP_BLOCK + jnp.arange(_TOP_BLOCK, dtype=jnp.int32)
+    value_RJ, place_RJ = _top_k(x_RJb.reshape(num_rows, -1), count)
+    return value_RJ, jnp.take_along_axis(
+        id_RJb.reshape(num_rows, -1), place_RJ, axis=1, mode="clip"
+    )
+
+
+def _top_k(x_RV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    # XLA finds its top-k by a pattern (sort, then slice). A slice of the result would be merged
+    # into the pattern and leave a full sort.
+    value_RJ, id_RJ = jax.lax.optimization_barrier(jax.lax.top_k(x_RV, count))
     return value_RJ, id_RJ.astype(jnp.int32)
 
 

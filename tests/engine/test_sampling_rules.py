@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import no_sample, sample
+from engine.sampling import no_sample, sample, sample_rows
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import SamplingLimits, empty_rows
 from engine.state import empty_requests
@@ -327,3 +327,14 @@ def test_sample_runs_inside_a_loop_and_has_the_structure_of_no_sample():
     out = loop(jnp.eye(12)[jnp.array([4, 6])])
     assert out.token_R.tolist() == [4, -1]
     assert out.ok_R.tolist() == [True, True]
+
+
+def test_temperature_alone_draws_as_sample_rows_does():
+    cases = [
+        Case([0.3, 0.1, 1.0, -0.5], SamplingParams(temperature=0.3 + i / 4), seed=i, output=[1] * i)
+        for i in range(ROWS)
+    ]
+    _, logits_RV, _ = arrays(cases)
+    index_R = jnp.arange(ROWS)
+    drawn = sample_rows(logits_RV, 0.3 + index_R / 4, index_R.astype(jnp.uint32), index_R)
+    assert drawn.tolist() == tokens(cases)
