@@ -36,8 +36,8 @@ DEAD_CHAIN = -1  # chain_len_S of a slot that publishes nothing more
 class EngineConfig:
     """Static sizes and policies. `num_pages` counts the trash page.
 
-    `prefill_widths`: token widths of the chunked-prefill pass, ascending; the last one is the token
-    budget of a round. `policy` `static` admits only when no request runs (the classic baseline).
+    `token_budget` is the width of the prefill pass: prompt tokens computed per round. `policy`
+    `static` admits only when no request runs (the classic baseline).
     """
 
     max_num_seqs: int
@@ -45,7 +45,7 @@ class EngineConfig:
     max_model_len: int
     num_pages: int
     page_size: int = 16
-    prefill_widths: tuple[int, ...] = (64, 256)
+    token_budget: int = 256
     max_rounds: int = 8
     inbox_size: int = 16
     inbox_tokens: int = 4096
@@ -59,6 +59,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_model_len",
             "page_size",
+            "token_budget",
             "max_rounds",
             "inbox_size",
             "admissions_per_round",
@@ -78,19 +79,12 @@ class EngineConfig:
                 f"inbox_tokens {self.inbox_tokens} must hold a prompt of max_model_len "
                 f"{self.max_model_len}"
             )
-        widths = self.prefill_widths
-        if not widths or sorted(set(widths)) != list(widths) or widths[0] < 1:
-            raise ValueError(f"prefill_widths must ascend from at least 1, got {widths}")
         if self.policy not in ("continuous", "static"):
             raise ValueError(f"unknown policy {self.policy!r}; use continuous or static")
 
     @property
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
-
-    @property
-    def token_budget(self) -> int:
-        return self.prefill_widths[-1]
 
 
 @struct.dataclass

@@ -1,9 +1,9 @@
 """`advance`: admission, scheduling, pages, model, sampling and retirement in one compiled loop.
 
 The loop runs `rounds` rounds (a traced number) and ends early only when every slot is empty. Each
-round has a narrow pass (one token of every decoding row) and, when a row prefills, a prefill pass
-of the narrowest listed width that holds the chunk. What a pass computes is the business of a
-`StepModel`: a network with its cache and sampler, or a rule, or a cost model.
+round has a narrow pass (one token of every decoding row) and, when a row prefills, a wide pass over
+`token_budget` prompt tokens; then every row whose history is computed samples, once. What a pass
+computes is the business of a `StepModel`: a network, or a rule, or a cost model.
 """
 
 from typing import Any, Protocol
@@ -62,16 +62,23 @@ class Sampled:
 class StepModel(Protocol):
     """Static and hashable; all arrays are in `params` and `cache`."""
 
-    def no_sample(self, num_rows: int) -> Sampled:
-        """The value of rows that ran in no pass; same structure and shapes as `run` gives."""
-
     def copy_pages(self, cache: Any, from_R: jax.Array, to_R: jax.Array) -> Any:
         """Copy whole pages; page 0 onto page 0 where a row copies nothing."""
 
-    def run(
-        self, params: Any, cache: Any, batch: RaggedBatch, rows: RowView, samples_R: jax.Array
-    ) -> tuple[Any, Sampled]:
-        """(cache, choices from each slot's last token); only rows with `samples_R` need one."""
+    def no_rows(self, num_rows: int) -> Any:
+        """What `run` gives for rows that did not run: a pytree of per-row arrays."""
+
+    def run(self, params: Any, cache: Any, batch: RaggedBatch) -> tuple[Any, Any, jax.Array]:
+        """(cache, what sampling needs of each slot's last token, ok_R).
+
+        `ok_R` False (a value that is not finite) ends the row with an error.
+        """
+
+    def no_sample(self, num_rows: int) -> Sampled:
+        """What `sample` gives for rows that sample nothing."""
+
+    def sample(self, params: Any, last: Any, rows: RowView, samples_R: jax.Array) -> Sampled:
+        """A choice for each row with `samples_R`, from what the passes gave."""
 
 
 def advance(
@@ -119,30 +126,31 @@ def one_round(
     cache = when(copies, lambda c: model.copy_pages(c, plan.copy_from_R, plan.copy_to_R), cache)
 
     rows = _row_view(state, plan)
-    finishes_R = plan.start_R + plan.q_len_R == rows.num_tokens_R
 
     def run_pass(width: int, runs_R: jax.Array, carry):
-        cache, before = carry
-        batch = make_batch(state, plan, runs_R, width)
-        cache, new = model.run(params, cache, batch, rows, runs_R & finishes_R)
+        cache, before, ok_R = carry
+        cache, new, new_ok_R = model.run(params, cache, make_batch(state, plan, runs_R, width))
 
         def merge(new, old):
             return jnp.where(runs_R.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-        return cache, jax.tree.map(merge, new, before)
+        return cache, jax.tree.map(merge, new, before), merge(new_ok_R, ok_R)
 
-    carry = (cache, model.no_sample(config.max_num_seqs))
-    decodes_R = plan.decode_R & (plan.q_len_R > 0)
+    runs_R = plan.q_len_R > 0
+    decodes_R, prefills_R = runs_R & plan.decode_R, runs_R & ~plan.decode_R
+    carry = (cache, model.no_rows(config.max_num_seqs), jnp.ones(config.max_num_seqs, bool))
     carry = when(jnp.any(decodes_R), lambda c: run_pass(1, decodes_R, c), carry)
-    prefills_R = ~plan.decode_R & (plan.q_len_R > 0)
-    total = jnp.sum(jnp.where(prefills_R, plan.q_len_R, 0))
-    narrower = 0
-    for width in config.prefill_widths:
-        fits = (total > narrower) & (total <= width)
-        carry = when(fits, lambda c, width=width: run_pass(width, prefills_R, c), carry)
-        narrower = width
-    cache, sampled = carry
-    state, news = commit(config, state, plan, sampled.token_R, sampled.ok_R)
+    wide = config.token_budget
+    carry = when(jnp.any(prefills_R), lambda c: run_pass(wide, prefills_R, c), carry)
+    cache, last, ok_R = carry
+
+    samples_R = runs_R & (plan.start_R + plan.q_len_R == rows.num_tokens_R)
+    sampled = when(
+        jnp.any(samples_R),
+        lambda _: model.sample(params, last, rows, samples_R),
+        model.no_sample(config.max_num_seqs),
+    )
+    state, news = commit(config, state, plan, sampled.token_R, sampled.ok_R & ok_R)
     return cache, state, news.replace(extra=sampled.extra)
 
 

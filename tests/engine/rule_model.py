@@ -46,11 +46,20 @@ class RuleModel:
     def copy_pages(self, cache_PC, from_R, to_R):
         return cache_PC.at[to_R].set(cache_PC.at[from_R].get(mode="clip"), mode="drop")
 
-    def no_sample(self, num_rows):
-        return Sampled(jnp.zeros(num_rows, jnp.int32), jnp.ones(num_rows, bool), None)
+    def no_rows(self, num_rows):
+        return jnp.zeros(num_rows, jnp.int32)
 
-    def run(self, params, cache_PC, batch, rows, samples_R):
-        del params, rows, samples_R
+    def no_sample(self, num_rows):
+        return Sampled(self.no_rows(num_rows), jnp.ones(num_rows, bool), None)
+
+    def sample(self, params, token_R, rows, samples_R):
+        del params, rows
+        # A token sampled by mistake is one that no rule gives.
+        token_R = jnp.where(samples_R, token_R, self.vocab)
+        return Sampled(token_R, jnp.ones(token_R.shape, bool), None)
+
+    def run(self, params, cache_PC, batch):
+        del params
         C = self.page_size
         page_T = batch.page_table_SM.at[batch.slot_T, batch.positions_T // C].get(
             mode="fill", fill_value=0
@@ -68,7 +77,7 @@ class RuleModel:
         )
         token_R = ((mixed_R ^ (mixed_R >> 11)) % self.vocab).astype(jnp.int32)
         bad_R = jnp.any(real_RX & (history_RX == self.bad_token), axis=1)
-        return cache_PC, Sampled(token_R, ~bad_R, None)
+        return cache_PC, token_R, ~bad_R
 
 
 def check_invariants(config, state, live_uids: set[int]) -> None:

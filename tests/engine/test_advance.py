@@ -22,7 +22,7 @@ BASE = EngineConfig(
     max_model_len=40,
     num_pages=14,
     page_size=4,
-    prefill_widths=(4, 8),
+    token_budget=8,
     max_rounds=4,
     inbox_size=4,
     inbox_tokens=80,
@@ -31,7 +31,7 @@ BASE = EngineConfig(
 )
 CONFIGS = (
     BASE,
-    replace(BASE, page_size=1, num_pages=41, prefill_widths=(3,)),
+    replace(BASE, page_size=1, num_pages=41, token_budget=3),
     replace(BASE, enable_prefix_caching=False, num_pages=11),
     replace(BASE, policy="static", max_num_seqs=2, num_pages=30, page_size=3),
 )

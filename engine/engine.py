@@ -1,0 +1,290 @@
+"""The engine on the host: requests go in, tokens come out, everything between is `advance`.
+
+Each `step` sends all arrivals and aborts since the last one as a single inbox and, with `overlap`,
+dispatches before it reads the previous dispatch's tokens, so the device never waits for the host.
+The host keeps no schedule: it only knows which requests are out and that there are slots for them.
+Programs differ in their token budget alone: a short one when few prompt tokens wait, the full one
+else. Either can go on from any state, so no request mix ever needs another.
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.sampling_params import SamplingParams
+from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row, stop_ids_of
+from engine.schedule import Emission
+from engine.state import NO_UID, REASONS, EngineConfig, Inbox, empty_requests, init_state
+from engine.step import StepModel, advance
+
+
+@dataclass
+class Choice:
+    """One of a request's `n` outputs while it is out; token ids as they come."""
+
+    request_id: str
+    index: int
+    uid: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    facts: RowFacts
+    stop_ids: list[int]
+    priority: int
+    salt: int
+    max_len: int
+    parent_uid: int
+    arrival_s: float
+    token_ids: list[int] = field(default_factory=list)
+    extras: list = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """News of one choice: how many of its tokens are new, and why it ended if it did."""
+
+    choice: Choice
+    num_new: int
+
+
+class Engine:
+    """Add requests, call `step` until `has_unfinished` is false. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: StepModel,
+        params,
+        cache,
+        limits: SamplingLimits,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        rounds: int = 4,
+        overlap: bool = True,
+    ):
+        if not 1 <= rounds <= config.max_rounds:
+            raise ValueError(f"rounds must be in 1 .. {config.max_rounds}, got {rounds}")
+        self.config, self.limits, self.rounds, self.overlap = config, limits, rounds, overlap
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._model, self._params, self._cache = model, params, cache
+        rows = empty_rows(config.num_slots, limits)
+        self._state = init_state(config, jax.tree.map(jnp.asarray, rows))
+        self._programs: dict[int, jax.stages.Compiled] = {}
+        self.compile_s = 0.0
+        self._next_uid = 0
+        self._queue: deque[Choice] = deque()
+        self._out: dict[int, Choice] = {}
+        self._requests: dict[str, list[Choice]] = {}
+        self._aborts: list[int] = []
+        self._in_flight: deque[Emission] = deque()
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: int = 0,
+        bad_word_ids: Sequence[Sequence[int]] = (),
+    ) -> list[Choice]:
+        """Queue a request of `params.n` choices. ValueError if it can never run.
+
+        `bad_word_ids` spell `params.bad_words`; only requests of equal `salt` share pages.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use; give each request its own")
+        prompt_ids = list(prompt_ids)
+        max_len = self._check(prompt_ids, params)
+        stop_ids = stop_ids_of(params, self.eos_token_ids, self.limits)
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        choices, parent = [], NO_UID
+        for index in range(params.n):
+            choices.append(
+                Choice(
+                    request_id=request_id,
+                    index=index,
+                    uid=self._next_uid,
+                    prompt_ids=prompt_ids,
+                    params=params,
+                    facts=RowFacts(seed=seed, choice=index, bad_word_ids=bad_word_ids),
+                    stop_ids=stop_ids,
+                    priority=priority,
+                    salt=salt,
+                    max_len=max_len,
+                    parent_uid=parent,
+                    arrival_s=time.perf_counter(),
+                )
+            )
+            self._next_uid += 1
+            parent = choices[0].uid
+        # Filled here so that a setting that cannot be carried out is refused before it is queued.
+        fill_row(empty_rows(1, self.limits), 0, params, choices[0].facts, self.limits)
+        self._requests[request_id] = choices
+        self._queue.extend(choices)
+        return choices
+
+    def abort(self, request_id: str) -> list[Choice]:
+        """End a request now, in whatever state it is; ValueError if it is not unfinished."""
+        if request_id not in self._requests:
+            raise ValueError(f"no unfinished request has the id {request_id!r}")
+        choices = self._requests[request_id]
+        for choice in choices:
+            if choice.finish_reason is None:
+                self.end(choice, "abort")
+        return choices
+
+    def end(self, choice: Choice, reason: str) -> None:
+        """End one unfinished choice from outside: an abort, or a stop string in its text."""
+        if self._out.pop(choice.uid, None) is None:
+            self._queue.remove(choice)
+        else:
+            self._aborts.append(choice.uid)
+        self._close(choice, reason)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> int:
+        config, length = self.config, len(prompt_ids)
+        if params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs is not supported; leave it None")
+        if not prompt_ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        for token in prompt_ids:
+            if not 0 <= token < self.limits.vocab_size:
+                raise ValueError(f"token id {token} is outside 0 .. {self.limits.vocab_size - 1}")
+        if length + 1 > config.max_model_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; with one to generate that exceeds max_model_len "
+                f"{config.max_model_len}; shorten it or raise max_model_len"
+            )
+        max_tokens = params.max_tokens or config.max_model_len
+        max_len = min(length + max_tokens, config.max_model_len)
+        need = -(-(max_len - 1) // config.page_size)
+        if need > config.num_pages - 1:
+            raise ValueError(
+                f"{length} prompt and {max_len - length} output tokens need {need} pages of "
+                f"{config.page_size}, the pool has {config.num_pages - 1}; use more pages, a "
+                "shorter prompt or a smaller max_tokens"
+            )
+        return max_len
+
+    # ---- dispatch ------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        """Dispatch once and return the news of the oldest dispatch that is due."""
+        if self._queue or self._out or self._aborts:
+            self._dispatch()
+        due = len(self._in_flight) > (1 if self.overlap and self._out else 0)
+        return self._collect(self._in_flight.popleft()) if due else []
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Token budgets of the programs, ascending."""
+        full = self.config.token_budget
+        return (full // 8, full) if full >= 128 else (full,)
+
+    def compile(self) -> None:
+        """Compile every program now; without it each is compiled when it is first needed."""
+        for budget in self.budgets:
+            self._program(budget, self._inbox([]))
+
+    def _program(self, budget: int, inbox: Inbox) -> jax.stages.Compiled:
+        if budget not in self._programs:
+            start = time.perf_counter()
+            step = partial(advance, replace(self.config, token_budget=budget), self._model)
+            arguments = (self._params, self._cache, self._state, inbox, jnp.int32(1))
+            lowered = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments)
+            self._programs[budget] = lowered.compile()
+            self.compile_s += time.perf_counter() - start
+        return self._programs[budget]
+
+    def _dispatch(self) -> None:
+        inbox = self._inbox(self._arrivals())
+        waiting = sum(len(c.prompt_ids) for c in self._out.values() if not c.token_ids)
+        rounds = 1 if waiting else self.rounds  # a first token is shown as soon as it is there
+        budget = next((b for b in self.budgets if b >= waiting), self.config.token_budget)
+        program = self._program(budget, inbox)
+        self._cache, self._state, emitted = program(
+            self._params, self._cache, self._state, inbox, jnp.int32(rounds)
+        )
+        for array in jax.tree.leaves(emitted):
+            array.copy_to_host_async()
+        self._in_flight.append(emitted)
+
+    def _arrivals(self) -> list[Choice]:
+        """The head of the queue, as much as slots and one inbox hold."""
+        config, chosen, tokens = self.config, [], 0
+        # Aborts beyond one inbox still hold their slots when these arrive.
+        held_back = max(len(self._aborts) - config.inbox_size, 0)
+        while self._queue and len(chosen) < config.inbox_size:
+            choice = self._queue[0]
+            tokens += len(choice.prompt_ids)
+            full = len(self._out) + held_back >= config.num_slots
+            if full or tokens > config.inbox_tokens:
+                break
+            self._queue.popleft()
+            self._out[choice.uid] = choice
+            chosen.append(choice)
+        return chosen
+
+    def _inbox(self, choices: Sequence[Choice]) -> Inbox:
+        config, A = self.config, self.config.inbox_size
+        rows = empty_rows(A, self.limits)
+        requests = jax.tree.map(np.array, empty_requests(A, config.max_stop_ids, rows))
+        tokens_Y, start_A, used = np.zeros(config.inbox_tokens, np.int32), np.zeros(A, np.int32), 0
+        for a, choice in enumerate(choices):
+            for name in ("uid", "max_len", "priority", "parent_uid", "salt"):
+                getattr(requests, name)[a] = getattr(choice, name)
+            requests.stop_ids[a, : len(choice.stop_ids)] = choice.stop_ids
+            length = len(choice.prompt_ids)
+            requests.prompt_len[a], start_A[a] = length, used
+            tokens_Y[used : used + length] = choice.prompt_ids
+            used += length
+            fill_row(requests.sampling, a, choice.params, choice.facts, self.limits)
+        abort_A = np.full(A, NO_UID, np.int32)
+        abort_A[: len(self._aborts[:A])] = self._aborts[:A]
+        self._aborts = self._aborts[A:]
+        return Inbox(requests=requests, tokens_Y=tokens_Y, start_A=start_A, abort_A=abort_A)
+
+    def _collect(self, emitted: Emission) -> list[Update]:
+        token_QR, uid_QR, reason_QR = map(
+            np.asarray, (emitted.token_R, emitted.uid_R, emitted.reason_R)
+        )
+        extra = jax.tree.map(np.asarray, emitted.extra)
+        now_s = time.perf_counter()
+        news: dict[int, Update] = {}
+        for q, r in np.argwhere(uid_QR != NO_UID):
+            choice = self._out.get(int(uid_QR[q, r]))
+            if choice is None:
+                continue  # aborted while this dispatch was in flight
+            if token_QR[q, r] >= 0:
+                choice.token_ids.append(int(token_QR[q, r]))
+                choice.extras.append(jax.tree.map(lambda x: x[q, r], extra))  # noqa: B023
+                choice.first_token_s = choice.first_token_s or now_s
+                choice.last_token_s = now_s
+                before = news.get(choice.uid, Update(choice, 0))
+                news[choice.uid] = Update(choice, before.num_new + 1)
+            if reason_QR[q, r]:
+                news.setdefault(choice.uid, Update(choice, 0))
+                del self._out[choice.uid]
+                self._close(choice, REASONS[reason_QR[q, r]])
+        return list(news.values())
+
+    def _close(self, choice: Choice, reason: str) -> None:
+        choice.finish_reason = reason
+        if all(c.finish_reason for c in self._requests[choice.request_id]):
+            del self._requests[choice.request_id]

@@ -1,0 +1,358 @@
+"""`LLM`: the front door. A model by name, prompts in, texts out, one engine underneath."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.engine import Engine
+from engine.network import NetworkModel
+from engine.outputs import RequestOutput, RequestTimes
+from engine.platform import (
+    enable_compilation_cache,
+    free_memory_bytes,
+    min_matmul_rows,
+    resolve_dtype,
+)
+from engine.sampling_params import SamplingParams
+from engine.sampling_rows import SamplingLimits, bad_word_ids_of
+from engine.state import EngineConfig
+from engine.text import TextChoice
+from engine.tokenizer import Tokenizer, load_tokenizer
+from models.checkpoint.load import load_model
+from models.checkpoint.registry import resolve
+from models.config import ModelConfig
+from models.kv_cache import init_cache, num_pages_for
+from models.model import ModelParams, cache_specs
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """An offline engine with vLLM's interface.
+
+    model                   short name, directory, .gguf file or Hugging Face id
+    tokenizer               another model's path; None: the model's own
+    dtype                   auto, float32 or bfloat16
+    max_num_seqs            requests that run at once
+    max_model_len           prompt and output tokens of one request; None: the model's, 4096 at most
+    num_pages               pages of the cache; None: what `max_num_seqs` full requests need, or
+                            `gpu_memory_utilization` of the device's free memory if that is less
+    max_num_batched_tokens  prompt tokens computed per round
+    scheduling_policy       continuous, or static (admit only when nothing runs)
+    steps_per_dispatch      rounds the device runs before the host looks
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        *,
+        dtype: str = "auto",
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        max_num_batched_tokens: int = 256,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "continuous",
+        steps_per_dispatch: int = 4,
+        overlap: bool = True,
+        attention_impl: str = "auto",
+        compilation_cache: bool = True,
+    ):
+        if compilation_cache:
+            enable_compilation_cache()
+        path = resolve(model)
+        config, params = load_model(path, resolve_dtype(dtype))
+        self._setup(
+            config,
+            params,
+            load_tokenizer(Path(resolve(tokenizer)) if tokenizer else path),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len or min(config.max_position, 4096),
+            gpu_memory_utilization=gpu_memory_utilization,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            steps_per_dispatch=steps_per_dispatch,
+            overlap=overlap,
+            attention_impl=attention_impl,
+        )
+
+    @classmethod
+    def from_params(
+        cls,
+        config: ModelConfig,
+        params: ModelParams,
+        tokenizer: Tokenizer | None = None,
+        **settings,
+    ) -> "LLM":
+        """An engine for parameters that are in memory; `settings` as in the constructor.
+
+        Without a tokenizer prompts are token ids and outputs have no text.
+        """
+        defaults = {
+            "max_num_seqs": 8,
+            "max_model_len": min(config.max_position, 4096),
+            "gpu_memory_utilization": 0.9,
+            "num_pages": None,
+            "page_size": 16,
+            "max_num_batched_tokens": 256,
+            "enable_prefix_caching": True,
+            "scheduling_policy": "continuous",
+            "steps_per_dispatch": 4,
+            "overlap": True,
+            "attention_impl": "auto",
+        }
+        unknown = sorted(set(settings) - set(defaults))
+        if unknown:
+            raise TypeError(f"unknown settings {', '.join(unknown)}")
+        self = cls.__new__(cls)
+        self._setup(config, params, tokenizer, **defaults | settings)
+        return self
+
+    def _setup(
+        self,
+        config: ModelConfig,
+        params: ModelParams,
+        tokenizer: Tokenizer | None,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        gpu_memory_utilization: float,
+        num_pages: int | None,
+        page_size: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+        scheduling_policy: str,
+        steps_per_dispatch: int,
+        overlap: bool,
+        attention_impl: str,
+    ) -> None:
+        if not 1 <= max_model_len <= config.max_position:
+            raise ValueError(
+                f"max_model_len must be in 1 .. {config.max_position} (the model's limit), got "
+                f"{max_model_len}"
+            )
+        for name, value in (("page_size", page_size), ("max_num_seqs", max_num_seqs)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.model_config, self.tokenizer = config, tokenizer
+        dtype = params.embed_VD.dtype
+        specs = cache_specs(config)
+        most = num_pages_for(specs, page_size, dtype, free_memory_bytes(), gpu_memory_utilization)
+        need = max_num_seqs * -(-max_model_len // page_size) + 1
+        num_pages = min(need, most) if num_pages is None else num_pages
+        if num_pages > most:
+            raise ValueError(
+                f"{num_pages} pages do not fit: {gpu_memory_utilization:.0%} of the device's free "
+                f"memory holds {most}; use fewer pages or a smaller dtype"
+            )
+        engine_config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            num_slots=2 * max_num_seqs,
+            max_model_len=max_model_len,
+            num_pages=num_pages,
+            page_size=page_size,
+            token_budget=max_num_batched_tokens,
+            max_rounds=steps_per_dispatch,
+            inbox_size=min(2 * max_num_seqs, 64),
+            inbox_tokens=max(max_model_len, 4 * max_num_batched_tokens),
+            enable_prefix_caching=enable_prefix_caching,
+            policy=scheduling_policy,
+        )
+        limits = SamplingLimits(
+            vocab_size=config.vocab_size, max_stop_ids=engine_config.max_stop_ids
+        )
+        network = NetworkModel(config, limits, dtype, attention_impl, min_matmul_rows(dtype))
+        eos = set(config.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
+        self.engine = Engine(
+            engine_config,
+            network,
+            params,
+            init_cache(specs, num_pages, page_size, dtype),
+            limits,
+            eos_token_ids=sorted(eos),
+            rounds=steps_per_dispatch,
+            overlap=overlap,
+        )
+        self._request_ids = map(str, itertools.count())
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts. Every prompt is checked before any work is done."""
+        requests = self._requests(prompts, sampling_params, priority)
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar:
+            for output, _ in self._serve(requests):
+                if output.finished:
+                    finished[output.request_id] = output
+                    bar.update()
+        return [finished[request_id] for request_id in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[RequestOutput, dict[int, str]]]:
+        """Yield (request so far, new text by choice index) as dispatches come back.
+
+        Leaving the iterator early aborts what is unfinished.
+        """
+        return self._serve(self._requests(prompts, sampling_params, None))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping] | Sequence[Sequence[Mapping]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; `template` goes to the chat template."""
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer with a chat template")
+        several = not messages or not isinstance(messages[0], Mapping)
+        conversations = messages if several else [messages]
+        prompts = [self.tokenizer.encode_chat(m, **template) for m in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _requests(self, prompts, sampling_params, priority) -> dict[str, "_Request"]:
+        prompts = _as_list(prompts)
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; give one for "
+                "all or one each"
+            )
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(priority)} priorities")
+        requests: dict[str, _Request] = {}
+        try:
+            for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+                request_id = next(self._request_ids)
+                try:
+                    requests[request_id] = self._add(
+                        request_id, prompt, params, 0 if priority is None else priority[i]
+                    )
+                except ValueError as error:
+                    raise ValueError(f"prompt {i}: {error}") from error
+        except (ValueError, TypeError):
+            self._abort(requests)
+            raise
+        return requests
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int):
+        text, ids, salt = self._encode(prompt)
+        if params.truncate_prompt_tokens is not None:
+            keep = params.truncate_prompt_tokens
+            keep = self.engine.config.max_model_len - 1 if keep == -1 else keep
+            ids = ids[-keep:]
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise ValueError("stop strings and bad words need a tokenizer")
+        bad_words = ()
+        if params.bad_words:
+            bad_words = bad_word_ids_of(
+                params.bad_words, lambda t: self.tokenizer.encode(t, add_special_tokens=False)
+            )
+        choices = self.engine.add_request(
+            request_id, ids, params, priority=priority, salt=salt, bad_word_ids=bad_words
+        )
+        texts = [TextChoice(choice, self.tokenizer) for choice in choices]
+        return _Request(text, texts)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], int]:
+        """(text, ids, salt) of a text, token ids, or a mapping with `prompt` or
+        `prompt_token_ids` and optionally `cache_salt`."""
+        salt = 0
+        if isinstance(prompt, Mapping):
+            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
+            if unknown or len(set(prompt) & {"prompt", "prompt_token_ids"}) != 1:
+                raise ValueError(
+                    "a prompt mapping holds prompt or prompt_token_ids, and optionally cache_salt; "
+                    f"got {', '.join(map(str, prompt))}"
+                )
+            salt = prompt.get("cache_salt", 0)
+            if isinstance(salt, bool) or not isinstance(salt, int) or not 0 <= salt < 2**31:
+                raise ValueError(f"cache_salt must be an integer in 0 .. 2**31-1, got {salt!r}")
+            prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+        if not isinstance(prompt, str):
+            return None, [int(token) for token in prompt], salt
+        if self.tokenizer is None:
+            raise ValueError("text prompts need a tokenizer; give token ids")
+        return prompt, self.tokenizer.encode(prompt), salt
+
+    # ---- serving -------------------------------------------------------------------------------
+
+    def _serve(self, requests: dict[str, "_Request"]):
+        try:
+            while any(not request.finished for request in requests.values()):
+                for update in self.engine.step():
+                    choice = update.choice
+                    request = requests.get(choice.request_id)
+                    if request is None:
+                        continue
+                    text = request.texts[choice.index]
+                    delta = text.take()
+                    if text.output.finish_reason and choice.finish_reason is None:
+                        self.engine.end(choice, "stop")
+                    yield request.output(choice.request_id), {choice.index: delta}
+        finally:
+            self._abort(requests)
+
+    def _abort(self, requests: dict[str, "_Request"]) -> None:
+        for request in requests.values():
+            for text in request.texts:
+                if text.choice.finish_reason is None:
+                    self.engine.end(text.choice, "abort")
+
+
+class _Request:
+    def __init__(self, prompt: str | None, texts: list[TextChoice]):
+        self.prompt, self.texts = prompt, texts
+
+    @property
+    def finished(self) -> bool:
+        return all(text.output.finish_reason for text in self.texts)
+
+    def output(self, request_id: str) -> RequestOutput:
+        choices = [text.choice for text in self.texts]
+        firsts = [c.first_token_s for c in choices if c.first_token_s is not None]
+        lasts = [c.last_token_s for c in choices if c.last_token_s is not None]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=self.prompt,
+            prompt_token_ids=choices[0].prompt_ids,
+            outputs=[text.output for text in self.texts],
+            finished=self.finished,
+            seed=choices[0].facts.seed,
+            times=RequestTimes(
+                choices[0].arrival_s, min(firsts, default=None), max(lasts, default=None)
+            ),
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]
+    return prompts

@@ -1,0 +1,49 @@
+"""What callers get back: the shapes that users of vLLM know."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """`rank` is 1 for the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. `finish_reason` is None while it runs, then stop, length, error or abort.
+
+    `stop_reason` is the stop string or stop token id that ended it, None for an end-of-sequence
+    token. `logprobs` has one mapping from token id per token, if they were asked for.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Seconds on the host's monotonic clock."""
+
+    arrival_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    seed: int
+    times: RequestTimes | None = None

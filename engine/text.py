@@ -1,0 +1,82 @@
+"""From tokens of one choice to its text: detokenise, find stop strings, collect log-probabilities.
+
+Tokens are taken one by one, so the text, the token ids and the log-probabilities all end at the
+token that completes a stop, however many tokens a dispatch brought.
+"""
+
+import numpy as np
+
+from engine.engine import Choice
+from engine.outputs import CompletionOutput, Logprob
+from engine.stop_strings import StopStrings
+from engine.tokenizer import Tokenizer
+
+
+class TextChoice:
+    """Follows a `Choice`; `output` is what the caller sees so far."""
+
+    def __init__(self, choice: Choice, tokenizer: Tokenizer | None):
+        params = choice.params
+        self.choice, self.params = choice, params
+        self.output = CompletionOutput(choice.index)
+        if params.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if params.detokenize and tokenizer is not None:
+            self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+
+    def take(self) -> str:
+        """Read the choice's new tokens; the new text. Sets a finish reason when one is reached."""
+        output, choice, delta = self.output, self.choice, ""
+        for position in range(len(output.token_ids), len(choice.token_ids)):
+            token = choice.token_ids[position]
+            output.token_ids.append(token)
+            if self.params.logprobs is not None:
+                self._add_logprobs(token, choice.extras[position])
+            last = position + 1 == len(choice.token_ids) and choice.finish_reason is not None
+            delta += self._add_text(token, ends=last)
+            if self._stops.stopped is not None:
+                output.finish_reason, output.stop_reason = "stop", self._stops.stopped
+                break
+        if output.finish_reason is None and choice.finish_reason is not None:
+            delta += self._end()
+        output.text += delta
+        return delta
+
+    def _add_text(self, token: int, ends: bool) -> str:
+        if self._detokenizer is None:
+            return ""
+        ends_by_it = ends and self.choice.finish_reason == "stop"
+        own_stop = ends_by_it and token in (self.params.stop_token_ids or ())
+        if own_stop and not self.params.include_stop_str_in_output:
+            return ""
+        may_stop = len(self.output.token_ids) > self.params.min_tokens
+        return self._stops.add(self._detokenizer.push([token]), may_stop=may_stop)
+
+    def _end(self) -> str:
+        output, choice, text = self.output, self.choice, ""
+        if self._detokenizer is not None:
+            text = self._stops.add(self._detokenizer.finish()) + self._stops.finish()
+        output.finish_reason = choice.finish_reason
+        if self._stops.stopped is not None:
+            output.finish_reason, output.stop_reason = "stop", self._stops.stopped
+        elif choice.finish_reason == "stop":
+            last = choice.token_ids[-1]
+            output.stop_reason = last if last in (self.params.stop_token_ids or ()) else None
+        return text
+
+    def _add_logprobs(self, token: int, extra) -> None:
+        """Entry 0 is the sampled token, then the best ones in order."""
+        wanted = 1 + self.params.logprobs
+        ids, values = np.asarray(extra.ids_RL)[:wanted], np.asarray(extra.logprobs_RL)[:wanted]
+        found = {}
+        for place, (token_id, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True)):
+            if token_id < 0 or token_id in found:
+                continue
+            rank = int(extra.rank_R) if place == 0 else place
+            text = "" if self._tokenizer is None else self._tokenizer.decode([token_id], False)
+            found[token_id] = Logprob(value, rank, text)
+        self.output.logprobs.append(found)
+        self.output.cumulative_logprob += found[token].logprob
