@@ -20,7 +20,7 @@ from engine.row_search import largest_threshold, nth_true, top_rows
 
 NUM_CANDIDATES = 64
 MASS_SLACK = 2.0**-20
-_WHOLE_ROWS = 4  # rows searched whole at a time
+_GROUPS = 8  # undecided rows are searched an eighth of the batch at a time
 
 
 @struct.dataclass
@@ -64,7 +64,9 @@ def _keep(weight_RV: jax.Array, settings: Settings, num_candidates: int) -> Kept
     kept, decided_R = keep_by_candidates(weight_RV, settings, num_candidates)
     undecided_R = ~decided_R
     num_rows = undecided_R.shape[0]
-    size = min(_WHOLE_ROWS, num_rows)
+    # A fixed size: what a row keeps must not depend on how many others are undecided, and sums of
+    # other shapes may round otherwise.
+    size = max(num_rows // _GROUPS, min(2, num_rows))
     order_R = jnp.argsort(~undecided_R, stable=True).astype(jnp.int32)  # the undecided first
     count = jnp.sum(undecided_R)
 
