@@ -27,6 +27,7 @@ NEUTRAL_VALUES: dict[str, tuple] = {
     "is_encoder_decoder": (None, False),
     "kv_lora_rank": (None,),
     "layer_types": (None,),
+    "lm_head_bias": (None, False),
     "logit_scale": (None, 1),
     "logits_scaling": (None, 1),
     "mlp_bias": (None, False),

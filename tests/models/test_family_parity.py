@@ -113,7 +113,7 @@ def test_b73_position_20000_matches_transformers(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_goldens_are_sensitive_to_every_vector(name):
-    """Without a bias, or with a norm's scale at one, the error is 10 times the tolerance."""
+    """Without a bias, or with a norm's scale at one, the error is 100 times the tolerance."""
     config, params, _ = load(name)
     leaves = flatten(params)
     for path, leaf in leaves.items():
@@ -123,7 +123,7 @@ def test_goldens_are_sensitive_to_every_vector(name):
         if is_bias or path.endswith("norm.scale"):
             neutral = jnp.zeros_like(leaf) if is_bias else jnp.ones_like(leaf)
             changed = unflatten(params, leaves | {path: neutral})
-            assert error_of(name, [PROMPT], params=changed) > 10 * TOLERANCE, path
+            assert error_of(name, [PROMPT], params=changed) > 100 * TOLERANCE, path
 
 
 @pytest.mark.parametrize(("name", "axes"), [("qwen3", 1), ("gemma3", 1), ("olmo2", 2)])
@@ -159,4 +159,4 @@ def with_mixer(name, **changes):
     ],
 )
 def test_goldens_are_sensitive_to_the_config(name, changes):
-    assert error_of(name, [PROMPT], config=with_mixer(name, **changes)) > 10 * TOLERANCE
+    assert error_of(name, [PROMPT], config=with_mixer(name, **changes)) > 100 * TOLERANCE
