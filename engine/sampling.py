@@ -50,26 +50,6 @@ def no_sample(limits: SamplingLimits, num_rows: int) -> Sampled:
     )
 
 
-def sample_rows(
-    logits_SV: jax.Array, temperature_S: jax.Array, seed_S: jax.Array, output_index_S: jax.Array
-) -> jax.Array:
-    """Temperature only: one token id per row, int32 [S]. `seed_S` uint32; indices count from 0.
-
-    An unsound row gives id 0.
-    """
-    logits_SV = logits_SV.astype(jnp.float32)
-    best_S = jnp.maximum(argmax_rows(logits_SV), 0)
-    random_S = temperature_S > 0
-
-    def draw() -> jax.Array:
-        weight_SV = _weights(logits_SV, best_S, temperature_S)
-        seed_S2 = jnp.stack([jnp.zeros_like(seed_S), seed_S], axis=-1)
-        u_S2 = _uniforms(seed_S2, jnp.zeros_like(output_index_S), output_index_S)
-        return jnp.where(random_S, draw_rows(weight_SV, u_S2), best_S)
-
-    return jax.lax.cond(jnp.any(random_S), draw, lambda: best_S)
-
-
 def _choose(logits_RV: jax.Array, rows: SamplingRows, position_R: jax.Array) -> jax.Array:
     """Token of each row, -1 where the row is unsound or leaves no choice."""
     best_R = argmax_rows(logits_RV)

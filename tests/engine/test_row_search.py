@@ -22,6 +22,11 @@ def test_argmax_takes_the_lowest_id_and_names_rows_without_one():
     assert argmax_rows(jnp.asarray(x_RV)).tolist() == [1, 2, -1, -1, -1, -1, 0]
 
 
+def test_argmax_of_a_large_vocabulary_equals_numpy():
+    x_RV = np.random.default_rng(0).normal(size=(5, 49_153)).astype(np.float32)
+    assert argmax_rows(jnp.asarray(x_RV)).tolist() == x_RV.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("vocab", [40, 2_561, 20_001])
 @pytest.mark.parametrize("count", [1, 20])
 def test_top_rows_equals_a_stable_sort_with_many_ties(vocab, count):
