@@ -22,8 +22,11 @@ class LoadedModel:
     config: ModelConfig
     params: ModelParams
     tokenizer: Tokenizer
-    dtype: jnp.dtype
     load_s: float
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params.embed_VD.dtype
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +47,9 @@ def open_model(args: argparse.Namespace) -> LoadedModel:
     start = time.perf_counter()
     if not args.no_compilation_cache:
         enable_compilation_cache()
-    dtype = resolve_dtype(args.dtype)
     path = resolve(args.model)
-    config, params = load_model(path, dtype)
-    tokenizer = load_tokenizer(path)
-    return LoadedModel(config, params, tokenizer, dtype, time.perf_counter() - start)
+    config, params = load_model(path, resolve_dtype(args.dtype))
+    return LoadedModel(config, params, load_tokenizer(path), time.perf_counter() - start)
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[str], lines: bool) -> list[str]:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import jax
@@ -156,6 +156,12 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    def counters(self) -> dict[str, int]:
+        """Totals kept on the device (waits for what is in flight)."""
+        return {
+            f.name: int(getattr(self._state.counters, f.name)) for f in fields(self._state.counters)
+        }
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> int:
         config, length = self.config, len(prompt_ids)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -24,18 +24,16 @@ from engine.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint.load import load_model
 from models.checkpoint.registry import resolve
 from models.config import ModelConfig
-from models.kv_cache import init_cache, num_pages_for
+from models.kv_cache import init_cache, kv_bytes_per_token, num_pages_for
 from models.model import ModelParams, cache_specs
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-class LLM:
-    """An offline engine with vLLM's interface.
+@dataclass(frozen=True)
+class EngineArgs:
+    """How the engine runs, apart from the model.
 
-    model                   short name, directory, .gguf file or Hugging Face id
-    tokenizer               another model's path; None: the model's own
-    dtype                   auto, float32 or bfloat16
     max_num_seqs            requests that run at once
     max_model_len           prompt and output tokens of one request; None: the model's, 4096 at most
     num_pages               pages of the cache; None: what `max_num_seqs` full requests need, or
@@ -43,6 +41,34 @@ class LLM:
     max_num_batched_tokens  prompt tokens computed per round
     scheduling_policy       continuous, or static (admit only when nothing runs)
     steps_per_dispatch      rounds the device runs before the host looks
+    overlap                 dispatch before the previous dispatch's tokens are read
+    attention_impl          auto, or an implementation of ragged paged attention
+    """
+
+    max_num_seqs: int = 8
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    num_pages: int | None = None
+    page_size: int = 16
+    max_num_batched_tokens: int = 256
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "continuous"
+    steps_per_dispatch: int = 4
+    overlap: bool = True
+    attention_impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "steps_per_dispatch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class LLM:
+    """An offline engine with vLLM's interface; `engine_args` are the fields of `EngineArgs`.
+
+    model      short name, directory, .gguf file or Hugging Face id
+    tokenizer  another model's path; None: the model's own
+    dtype      auto, float32 or bfloat16
     """
 
     def __init__(
@@ -51,39 +77,16 @@ class LLM:
         tokenizer: str | None = None,
         *,
         dtype: str = "auto",
-        max_num_seqs: int = 8,
-        max_model_len: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        num_pages: int | None = None,
-        page_size: int = 16,
-        max_num_batched_tokens: int = 256,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str = "continuous",
-        steps_per_dispatch: int = 4,
-        overlap: bool = True,
-        attention_impl: str = "auto",
         compilation_cache: bool = True,
+        **engine_args: Any,
     ):
+        args = EngineArgs(**engine_args)
         if compilation_cache:
             enable_compilation_cache()
         path = resolve(model)
         config, params = load_model(path, resolve_dtype(dtype))
-        self._setup(
-            config,
-            params,
-            load_tokenizer(Path(resolve(tokenizer)) if tokenizer else path),
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len or min(config.max_position, 4096),
-            gpu_memory_utilization=gpu_memory_utilization,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            scheduling_policy=scheduling_policy,
-            steps_per_dispatch=steps_per_dispatch,
-            overlap=overlap,
-            attention_impl=attention_impl,
-        )
+        loaded = load_tokenizer(resolve(tokenizer) if tokenizer else path)
+        self._setup(config, params, loaded, args)
 
     @classmethod
     def from_params(
@@ -91,96 +94,54 @@ class LLM:
         config: ModelConfig,
         params: ModelParams,
         tokenizer: Tokenizer | None = None,
-        **settings,
+        **engine_args: Any,
     ) -> "LLM":
-        """An engine for parameters that are in memory; `settings` as in the constructor.
+        """An engine for parameters that are in memory.
 
         Without a tokenizer prompts are token ids and outputs have no text.
         """
-        defaults = {
-            "max_num_seqs": 8,
-            "max_model_len": min(config.max_position, 4096),
-            "gpu_memory_utilization": 0.9,
-            "num_pages": None,
-            "page_size": 16,
-            "max_num_batched_tokens": 256,
-            "enable_prefix_caching": True,
-            "scheduling_policy": "continuous",
-            "steps_per_dispatch": 4,
-            "overlap": True,
-            "attention_impl": "auto",
-        }
-        unknown = sorted(set(settings) - set(defaults))
-        if unknown:
-            raise TypeError(f"unknown settings {', '.join(unknown)}")
         self = cls.__new__(cls)
-        self._setup(config, params, tokenizer, **defaults | settings)
+        self._setup(config, params, tokenizer, EngineArgs(**engine_args))
         return self
 
-    def _setup(
-        self,
-        config: ModelConfig,
-        params: ModelParams,
-        tokenizer: Tokenizer | None,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        gpu_memory_utilization: float,
-        num_pages: int | None,
-        page_size: int,
-        max_num_batched_tokens: int,
-        enable_prefix_caching: bool,
-        scheduling_policy: str,
-        steps_per_dispatch: int,
-        overlap: bool,
-        attention_impl: str,
-    ) -> None:
+    def _setup(self, config, params, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
+        max_model_len = args.max_model_len or min(config.max_position, 4096)
         if not 1 <= max_model_len <= config.max_position:
             raise ValueError(
                 f"max_model_len must be in 1 .. {config.max_position} (the model's limit), got "
                 f"{max_model_len}"
             )
-        for name, value in (("page_size", page_size), ("max_num_seqs", max_num_seqs)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         self.model_config, self.tokenizer = config, tokenizer
         dtype = params.embed_VD.dtype
         specs = cache_specs(config)
-        most = num_pages_for(specs, page_size, dtype, free_memory_bytes(), gpu_memory_utilization)
-        need = max_num_seqs * -(-max_model_len // page_size) + 1
-        num_pages = min(need, most) if num_pages is None else num_pages
-        if num_pages > most:
-            raise ValueError(
-                f"{num_pages} pages do not fit: {gpu_memory_utilization:.0%} of the device's free "
-                f"memory holds {most}; use fewer pages or a smaller dtype"
-            )
+        num_pages = _num_pages(args, specs, dtype, max_model_len)
         engine_config = EngineConfig(
-            max_num_seqs=max_num_seqs,
-            num_slots=2 * max_num_seqs,
+            max_num_seqs=args.max_num_seqs,
+            num_slots=2 * args.max_num_seqs,
             max_model_len=max_model_len,
             num_pages=num_pages,
-            page_size=page_size,
-            token_budget=max_num_batched_tokens,
-            max_rounds=steps_per_dispatch,
-            inbox_size=min(2 * max_num_seqs, 64),
-            inbox_tokens=max(max_model_len, 4 * max_num_batched_tokens),
-            enable_prefix_caching=enable_prefix_caching,
-            policy=scheduling_policy,
+            page_size=args.page_size,
+            token_budget=args.max_num_batched_tokens,
+            max_rounds=args.steps_per_dispatch,
+            inbox_size=min(2 * args.max_num_seqs, 64),
+            inbox_tokens=max(max_model_len, 4 * args.max_num_batched_tokens),
+            enable_prefix_caching=args.enable_prefix_caching,
+            policy=args.scheduling_policy,
         )
         limits = SamplingLimits(
             vocab_size=config.vocab_size, max_stop_ids=engine_config.max_stop_ids
         )
-        network = NetworkModel(config, limits, dtype, attention_impl, min_matmul_rows(dtype))
+        network = NetworkModel(config, limits, dtype, args.attention_impl, min_matmul_rows(dtype))
         eos = set(config.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
         self.engine = Engine(
             engine_config,
             network,
             params,
-            init_cache(specs, num_pages, page_size, dtype),
+            init_cache(specs, num_pages, args.page_size, dtype),
             limits,
             eos_token_ids=sorted(eos),
-            rounds=steps_per_dispatch,
-            overlap=overlap,
+            rounds=args.steps_per_dispatch,
+            overlap=args.overlap,
         )
         self._request_ids = map(str, itertools.count())
 
@@ -303,17 +264,18 @@ class LLM:
 
     def _serve(self, requests: dict[str, "_Request"]):
         try:
-            while any(not request.finished for request in requests.values()):
-                for update in self.engine.step():
-                    choice = update.choice
-                    request = requests.get(choice.request_id)
-                    if request is None:
+            active = [(id_, text) for id_, r in requests.items() for text in r.texts]
+            while active:
+                self.engine.step()
+                # Not the step's own news: another iterator may have read what is ours.
+                for request_id, text in active:
+                    if not text.has_news:
                         continue
-                    text = request.texts[choice.index]
                     delta = text.take()
-                    if text.output.finish_reason and choice.finish_reason is None:
-                        self.engine.end(choice, "stop")
-                    yield request.output(choice.request_id), {choice.index: delta}
+                    if text.output.finish_reason and text.choice.finish_reason is None:
+                        self.engine.end(text.choice, "stop")
+                    yield requests[request_id].output(request_id), {text.choice.index: delta}
+                active = [item for item in active if not item[1].output.finish_reason]
         finally:
             self._abort(requests)
 
@@ -347,6 +309,20 @@ class _Request:
                 choices[0].arrival_s, min(firsts, default=None), max(lasts, default=None)
             ),
         )
+
+
+def _num_pages(args: EngineArgs, specs, dtype, max_model_len: int) -> int:
+    fraction = args.gpu_memory_utilization
+    most = num_pages_for(specs, args.page_size, dtype, free_memory_bytes(), fraction)
+    if args.num_pages is None:
+        return min(args.max_num_seqs * -(-max_model_len // args.page_size) + 1, most)
+    if args.num_pages > most:
+        page_bytes = args.page_size * kv_bytes_per_token(specs, dtype)
+        raise ValueError(
+            f"num_pages {args.num_pages} of {page_bytes:,} bytes do not fit: {fraction:.0%} of the "
+            f"device's free memory holds {most}; use fewer pages or a smaller dtype"
+        )
+    return args.num_pages
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

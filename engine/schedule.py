@@ -356,6 +356,7 @@ def commit(
     decoded = jnp.sum(jnp.where(plan.decode_R, plan.q_len_R, 0))
     counters = state.counters.replace(
         rounds=state.counters.rounds + 1,
+        decode_rounds=state.counters.decode_rounds + (decoded > 0),
         decode_tokens=state.counters.decode_tokens + decoded,
         prefill_tokens=state.counters.prefill_tokens + jnp.sum(plan.q_len_R) - decoded,
     )

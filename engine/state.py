@@ -155,9 +155,10 @@ class PagePool:
 
 @struct.dataclass
 class Counters:
-    """Totals since the start, int32 scalars."""
+    """Totals since the start, int32 scalars; `decode_rounds` had a narrow pass."""
 
     rounds: jax.Array
+    decode_rounds: jax.Array
     prefill_tokens: jax.Array
     decode_tokens: jax.Array
     preemptions: jax.Array
@@ -224,7 +225,7 @@ def init_state(config: EngineConfig, sampling_S: object) -> BatchState:
             salt_P=zeros(P),
             content_PC=zeros(P, C),
         ),
-        counters=Counters(*(jnp.int32(0) for _ in range(8))),
+        counters=Counters(*(jnp.int32(0) for _ in range(9))),
     )
 
 

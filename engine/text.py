@@ -27,6 +27,12 @@ class TextChoice:
             self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would change the output."""
+        more = len(self.choice.token_ids) > len(self.output.token_ids)
+        return self.output.finish_reason is None and (more or self.choice.finish_reason is not None)
+
     def take(self) -> str:
         """Read the choice's new tokens; the new text. Sets a finish reason when one is reached."""
         output, choice, delta = self.output, self.choice, ""

@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 from engine.bandwidth import measure_read_bandwidth
 from engine.cli import run
-from engine.generate import GenerateConfig, Generator, Sampling
+from engine.llm import LLM
 from engine.platform import enable_compilation_cache, min_matmul_rows, resolve_dtype
+from engine.sampling_params import SamplingParams
 from models.checkpoint.load import load_model
 from models.checkpoint.registry import resolve
 from models.model import declare
@@ -73,36 +74,25 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def time_ours_s(generator: Generator, prompts: np.ndarray, new_tokens: int) -> float:
+def time_ours_s(llm: LLM, prompts: np.ndarray, new_tokens: int) -> float:
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
-    count = sum(
-        len(item.token_ids)
-        for news in generator.generate(
-            prompts.tolist(), Sampling(max_tokens=new_tokens, ignore_eos=True)
-        )
-        for item in news
-    )
-    assert count == prompts.shape[0] * new_tokens
-    return time.perf_counter() - start
+    outputs = llm.generate(prompts.tolist(), params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    assert all(len(output.outputs[0].token_ids) == new_tokens for output in outputs)
+    return seconds
 
 
-def make_generators(path: Path, batches: list[int], length: int):
-    """Per dtype: (weight bytes, {batch: generator}); parameters shared by the generators."""
+def make_engines(path: Path, batches: list[int], length: int):
+    """Per dtype: (weight bytes, {batch: engine}); parameters shared by the engines."""
     made = {}
     for name in DTYPES:
-        dtype = resolve_dtype(name)
-        config, params = load_model(path, dtype)
-        generators = {
-            batch: Generator(
-                config,
-                params,
-                GenerateConfig(
-                    max_num_seqs=batch, max_model_len=length, min_rows=min_matmul_rows(dtype)
-                ),
-            )
+        config, params = load_model(path, resolve_dtype(name))
+        engines = {
+            batch: LLM.from_params(config, params, max_num_seqs=batch, max_model_len=length)
             for batch in batches
         }
-        made[name] = (size_bytes(declare(config), dtype), generators)
+        made[name] = (size_bytes(declare(config), name), engines)
     return config, made
 
 
@@ -111,7 +101,7 @@ def main() -> None:
     enable_compilation_cache()
     path = resolve(args.model)
     length = max(128, 1 << (args.prompt_tokens + args.new_tokens - 1).bit_length())
-    config, made = make_generators(path, args.batches, length)
+    config, made = make_engines(path, args.batches, length)
     peer = Peer(args.peer_python, path) if args.peer_python else None
     rng = np.random.default_rng(0)
     times: dict[tuple, list[float]] = {}

@@ -7,9 +7,9 @@ import argparse
 import sys
 import time
 
-from engine.cli import LoadedModel, add_model_arguments, open_model, run
-from engine.generate import GenerateConfig, Generator, Sampling
-from engine.platform import free_memory_bytes, min_matmul_rows
+from engine.cli import add_model_arguments, open_model, run
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
 
 
 def parse_args() -> argparse.Namespace:
@@ -26,17 +26,17 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    sampling = Sampling(args.max_tokens, args.temperature, args.seed)
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+    )
     model = open_model(args)
-    generator = Generator(
+    llm = LLM.from_params(
         model.config,
         model.params,
-        GenerateConfig(
-            max_model_len=args.max_model_len or min(model.config.max_position, 8192),
-            page_size=args.page_size,
-            min_rows=min_matmul_rows(model.dtype),
-        ),
-        memory_bytes=free_memory_bytes(),
+        model.tokenizer,
+        max_num_seqs=1,
+        max_model_len=args.max_model_len or min(model.config.max_position, 8192),
+        page_size=args.page_size,
     )
     opening = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(opening)
@@ -58,7 +58,7 @@ def main() -> None:
             continue
         messages.append({"role": "user", "content": text})
         try:
-            answer = reply(generator, model, messages, sampling)
+            answer = reply(llm, messages, params)
         except ValueError as error:
             messages.pop()
             print(f"error: {error} (/reset starts afresh)", file=sys.stderr)
@@ -66,27 +66,25 @@ def main() -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def reply(generator: Generator, model: LoadedModel, messages: list, sampling: Sampling) -> str:
+def reply(llm: LLM, messages: list, params: SamplingParams) -> str:
     """Stream one answer; an interrupt keeps what was said so far."""
-    prompt = model.tokenizer.encode_chat(messages)
-    detokenizer = model.tokenizer.detokenizer()
-    start, parts, count = time.perf_counter(), [], 0
+    prompt = llm.tokenizer.encode_chat(messages)
+    before = llm.engine.counters()["prefix_hit_tokens"]
+    start, text, count = time.perf_counter(), "", 0
     try:
-        for news in generator.generate([prompt], sampling):
-            count += len(news[0].token_ids)
-            parts.append(detokenizer.push(news[0].token_ids))
-            print(parts[-1], end="", flush=True)
-        parts.append(detokenizer.finish())
-        print(parts[-1])
+        for output, deltas in llm.stream([prompt], params):
+            text, count = output.outputs[0].text, len(output.outputs[0].token_ids)
+            print(deltas[0], end="", flush=True)
+        print()
     except KeyboardInterrupt:
         print(" [interrupted]")
-    took_s = time.perf_counter() - start
+    reused = llm.engine.counters()["prefix_hit_tokens"] - before
+    rate = count / (time.perf_counter() - start)
     print(
-        f"[{len(prompt)} prompt tokens, {generator.reused_tokens} from the cache; "
-        f"{count} tokens, {count / took_s:.1f} tok/s]",
+        f"[{len(prompt)} prompt tokens, {reused} from the cache; {count} tokens, {rate:.1f} tok/s]",
         file=sys.stderr,
     )
-    return "".join(parts)
+    return text
 
 
 if __name__ == "__main__":

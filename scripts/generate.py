@@ -8,11 +8,15 @@ from dataclasses import asdict, dataclass
 
 from engine.bandwidth import measure_read_bandwidth
 from engine.cli import LoadedModel, add_model_arguments, open_model, read_prompts, run
-from engine.generate import GenerateConfig, Generator, Sampling
-from engine.platform import free_memory_bytes, min_matmul_rows
+from engine.llm import LLM
+from engine.outputs import RequestOutput
+from engine.platform import min_matmul_rows
+from engine.sampling_params import SamplingParams
 from models.kv_cache import kv_bytes_per_token
 from models.model import cache_specs, declare
 from models.params import size_bytes
+
+MAX_BATCH = 32  # more prompts wait their turn
 
 
 @dataclass(frozen=True)
@@ -62,46 +66,28 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    sampling = Sampling(args.max_tokens, args.temperature, args.seed, args.ignore_eos)
-    if args.page_size < 1:
-        raise ValueError(f"--page-size must be at least 1, got {args.page_size}")
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+    )
     texts = read_prompts(args.prompts, args.file, args.lines)
     model = open_model(args)
     prompts = [encode(model, text, args.chat) for text in texts]
-    generator = Generator(
+    llm = LLM.from_params(
         model.config,
         model.params,
-        GenerateConfig(
-            max_num_seqs=len(prompts),
-            max_model_len=length_bucket(prompts, sampling.max_tokens, model.config.max_position),
-            page_size=args.page_size,
-            min_rows=min_matmul_rows(model.dtype),
-        ),
+        model.tokenizer,
+        max_num_seqs=min(len(prompts), MAX_BATCH),
+        max_model_len=length_bucket(prompts, args.max_tokens, model.config.max_position),
+        page_size=args.page_size,
         num_pages=args.num_pages,
-        memory_bytes=free_memory_bytes(),
     )
-    outputs, reasons, times = stream(generator, model, prompts, sampling, show=not args.json)
-    stats = measure(generator, model, prompts, outputs, times)
+    outputs, times = stream(llm, prompts, params, show=not args.json)
+    stats = measure(llm, model, outputs, times)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "model": args.model,
-                    "dtype": model.dtype.name,
-                    "results": [
-                        {
-                            "prompt": text,
-                            "text": model.tokenizer.decode(output),
-                            "token_ids": output,
-                            "finish_reason": reason,
-                        }
-                        for text, output, reason in zip(texts, outputs, reasons, strict=True)
-                    ],
-                    "stats": asdict(stats),
-                },
-                ensure_ascii=False,
-            )
-        )
+        print(json.dumps(report(args, model, texts, outputs, stats), ensure_ascii=False))
     else:
         print(stats.line(), file=sys.stderr)
 
@@ -118,36 +104,32 @@ def length_bucket(prompts: list[list[int]], max_tokens: int, limit: int) -> int:
     return min(max(512, 1 << (need - 1).bit_length()), limit)
 
 
-def stream(generator, model, prompts, sampling, show: bool):
-    """Print prompts' texts in order, the current one as its tokens come; return ids and times."""
-    outputs = [[] for _ in prompts]
-    reasons = [None] * len(prompts)
-    detokenizers = [model.tokenizer.detokenizer() for _ in prompts]
+def stream(llm: LLM, prompts, params: SamplingParams, show: bool):
+    """Print prompts' texts in order, the current one as its tokens come.
+
+    Returns the outputs and (seconds to the first token, seconds in all), compiling not counted.
+    """
+    outputs: list[RequestOutput | None] = [None] * len(prompts)
     pending = [""] * len(prompts)
     current, first_s, start = 0, None, time.perf_counter()
-    compiled_before = generator.compile_s
     if show:
         heading(0, len(prompts))
-    for news in generator.generate(prompts, sampling):
+    for output, deltas in llm.stream(prompts, params):
         first_s = first_s or time.perf_counter() - start
-        for item in news:
-            outputs[item.index] += item.token_ids
-            pending[item.index] += detokenizers[item.index].push(item.token_ids)
-            if item.finish_reason:
-                reasons[item.index] = item.finish_reason
-                pending[item.index] += detokenizers[item.index].finish()
+        index = int(output.request_id)
+        outputs[index] = output
+        pending[index] += deltas[0]
         while show and current < len(prompts):
             print(pending[current], end="", flush=True)
             pending[current] = ""
-            if not reasons[current]:
+            if outputs[current] is None or not outputs[current].finished:
                 break
             print()
             current += 1
             if current < len(prompts):
                 heading(current, len(prompts))
     total_s = time.perf_counter() - start
-    compile_s = generator.compile_s - compiled_before
-    return outputs, reasons, (first_s - compile_s, total_s - compile_s)
+    return outputs, (first_s - llm.engine.compile_s, total_s - llm.engine.compile_s)
 
 
 def heading(index: int, count: int) -> None:
@@ -155,30 +137,47 @@ def heading(index: int, count: int) -> None:
         print(f"--- prompt {index + 1} of {count}", flush=True)
 
 
-def measure(generator, model: LoadedModel, prompts, outputs, times) -> Stats:
+def measure(llm: LLM, model: LoadedModel, outputs: list[RequestOutput], times) -> Stats:
+    """Achieved bytes count the weights once per decode step, and each step's keys and values."""
     first_s, total_s = times
     decode_s = max(total_s - first_s, 1e-9)
-    steps = max(map(len, outputs)) - 1
-    prompt_tokens, output_tokens = sum(map(len, prompts)), sum(map(len, outputs))
+    lengths = [(len(o.prompt_token_ids), len(o.outputs[0].token_ids)) for o in outputs]
     weights = size_bytes(declare(model.config), model.dtype)
     if not model.config.tied_embeddings:
         weights -= model.params.embed_VD.nbytes  # gathered, a row per token, not read whole
     per_token = kv_bytes_per_token(cache_specs(model.config), model.dtype)
-    kv = per_token * sum(
-        len(out) * (len(p) + len(out) / 2) for p, out in zip(prompts, outputs, strict=True)
-    )
-    rows = max(len(prompts), min_matmul_rows(model.dtype))
+    kv = per_token * sum(out * (prompt + out / 2) for prompt, out in lengths)
+    steps = llm.engine.counters()["decode_rounds"]
+    rows = max(min(len(outputs), MAX_BATCH), min_matmul_rows(model.dtype))
+    prompt_tokens, output_tokens = (sum(column) for column in zip(*lengths, strict=True))
     return Stats(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         prompt_tok_per_s=prompt_tokens / max(first_s, 1e-9),
-        output_tok_per_s=(output_tokens - len(prompts)) / decode_s,
+        output_tok_per_s=max(output_tokens - 1, 0) / decode_s,
         ttft_s=first_s,
-        compile_s=generator.compile_s,
+        compile_s=llm.engine.compile_s,
         load_s=model.load_s,
         achieved_gb_per_s=(steps * weights + kv) / decode_s / 1e9,
         read_bandwidth_gb_per_s=measure_read_bandwidth(model.dtype, rows) / 1e9,
     )
+
+
+def report(args, model: LoadedModel, texts, outputs: list[RequestOutput], stats: Stats) -> dict:
+    return {
+        "model": args.model,
+        "dtype": model.dtype.name,
+        "results": [
+            {
+                "prompt": text,
+                "text": output.outputs[0].text,
+                "token_ids": output.outputs[0].token_ids,
+                "finish_reason": output.outputs[0].finish_reason,
+            }
+            for text, output in zip(texts, outputs, strict=True)
+        ],
+        "stats": asdict(stats),
+    }
 
 
 if __name__ == "__main__":
