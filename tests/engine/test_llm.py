@@ -131,6 +131,15 @@ def test_schedules_change_nothing(settings):
         assert llm.engine.counters()["preemptions"] > 0
 
 
+def test_b50_reading_late_changes_nothing_in_a_nearly_full_pool():
+    prompts = [PROMPTS[i % 7] for i in range(12)]
+    lengths = [greedy(3 + i % 6) for i in range(12)]
+    settings = {"num_pages": 20, "steps_per_dispatch": 1}
+    late, at_once = (ask(fresh_llm(overlap=o, **settings), prompts, lengths) for o in (True, False))
+    assert late == at_once
+    assert late == [expected([p], n.max_tokens)[0] for p, n in zip(prompts, lengths, strict=True)]
+
+
 def test_b14_choices_differ_repeat_and_do_not_depend_on_n():
     llm = shared_llm()
 
