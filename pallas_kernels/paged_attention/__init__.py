@@ -8,6 +8,7 @@ Invariant: unused pages, positions past kv_len, padding rows and page table entr
 used one may hold anything, NaN included, and change no bit of the result.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ def choose(problem: Problem, impl: str = "auto") -> str:
     raise ValueError("; ".join(f"impl {name!r}: {reason}" for name, reason in reasons.items()))
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "max_q_len", "window", "softcap", "impl"))
 def ragged_paged_attention(
     q_TNH: jax.Array,
     kv_pages: jax.Array,
@@ -63,7 +65,7 @@ def ragged_paged_attention(
 
     q_TNH           queries of all slots; the query head n reads KV head n // (N / K)
     kv_pages        one layer's page pool
-    page_table_SM   page of positions j*C .. j*C+C-1 in column j, int32
+    page_table_SM   page of positions j*C .. j*C+C-1 in column j, unused columns 0, int32
     q_start_S, q_len_S, kv_len_S   rows of each slot and its keys, the new ones included, int32
     max_q_len       static upper bound of q_len_S: 1 for decode
     window          how many keys a query sees at most, itself included

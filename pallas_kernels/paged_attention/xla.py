@@ -86,15 +86,15 @@ def key_blocks(page_size: int, keys: int) -> KeyBlocks:
 
 
 def default_passes(
-    max_q_len: int, num_slots: int, num_kv_heads: int, head_dim: int
+    max_q_len: int, num_slots: int, num_kv_heads: int, page_size: int, head_dim: int
 ) -> tuple[Blocks, ...]:
     """One pass when all slots bring few rows, else one for decode rows and one for prefill."""
-    narrow_keys, wide_keys = 32, 64
-    key_bytes = 2 * 4 * num_kv_heads * head_dim
-    tiles = max(1, min(16, num_slots, GROUP_BYTES // (key_bytes * narrow_keys)))
+    keys = min(64, max(32, page_size))
+    block_bytes = 2 * 4 * keys * num_kv_heads * head_dim
+    tiles = max(1, min(16, num_slots, GROUP_BYTES // block_bytes))
     if max_q_len <= 16:
-        return (Blocks(max_q_len, max(1, min(tiles, 64 // max_q_len)), narrow_keys),)
-    return (Blocks(1, tiles, narrow_keys), Blocks(min(64, max_q_len), 1, wide_keys))
+        return (Blocks(max_q_len, max(1, min(tiles, 64 // max_q_len)), keys),)
+    return (Blocks(1, tiles, keys), Blocks(min(64, max_q_len), 1, 64))
 
 
 def supports(problem: Problem) -> str | None:
@@ -271,7 +271,8 @@ def attend(
     num_slots = q_len_S.shape[0]
     _, _, num_kv_heads, page_size, _ = kv_pages.shape
     if passes is None:
-        passes = default_passes(min(max_q_len, num_rows), num_slots, num_kv_heads, head_dim)
+        most_rows = min(max_q_len, num_rows)
+        passes = default_passes(most_rows, num_slots, num_kv_heads, page_size, head_dim)
     o_TNH = jnp.zeros_like(q_TNH)
     done = 0
     for blocks in passes:
