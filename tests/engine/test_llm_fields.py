@@ -1,0 +1,151 @@
+"""Text in and out of `LLM`, with the fields of `SamplingParams` that the engine carries out itself.
+
+The tokenizer has one token per printable character, and one special token.
+"""
+
+import json
+
+import pytest
+
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import load_tokenizer
+from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS, PROMPTS, expected
+from tests.tiny import VOCAB
+
+SPECIAL = VOCAB - 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    characters = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # the last two: space and newline
+    assert len(characters) == SPECIAL
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": SPECIAL, "content": "<special>", "special": True, "normalized": False}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        ],
+        "pre_tokenizer": byte_level | {"trim_offsets": True},
+        "decoder": byte_level | {"trim_offsets": True},
+        "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(characters)}, "merges": []},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    template = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}:"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def llm(tokenizer):
+    return LLM.from_params(CONFIG, PARAMS, tokenizer, **DEFAULTS)
+
+
+def one(llm, prompt, **fields):
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 12} | fields)
+    return llm.generate(prompt, params, use_tqdm=False)[0]
+
+
+def test_text_is_the_decoded_tokens(llm, tokenizer):
+    prompt = "hello, world"
+    output = one(llm, prompt)
+    assert output.prompt == prompt
+    assert output.prompt_token_ids == tokenizer.encode(prompt)
+    assert output.outputs[0].token_ids == expected([output.prompt_token_ids], 12)[0]
+    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+
+
+def test_streamed_text_is_the_whole_text(llm):
+    whole = [one(llm, text).outputs[0].text for text in ("abc", "xyz and more")]
+    pieces = {}
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for output, deltas in llm.stream(["abc", "xyz and more"], params):
+        pieces[output.prompt] = pieces.get(output.prompt, "") + deltas[0]
+    assert list(pieces.values()) == whole
+
+
+def test_field_n(llm):
+    outputs = one(llm, "abc", n=3, temperature=1.0, seed=1).outputs
+    assert [o.index for o in outputs] == [0, 1, 2]
+    assert len({o.text for o in outputs}) == 3
+
+
+def test_field_max_tokens(llm):
+    assert len(one(llm, "abc", max_tokens=5).outputs[0].token_ids) == 5
+    everything = one(llm, "abc", max_tokens=None).outputs[0]
+    assert len(everything.token_ids) == DEFAULTS["max_model_len"] - 3
+    assert everything.finish_reason == "length"
+
+
+def test_field_prompt_logprobs(llm):
+    with pytest.raises(ValueError, match="prompt_logprobs is not supported; leave it None"):
+        one(llm, "abc", prompt_logprobs=1)
+
+
+def test_field_detokenize(llm):
+    silent, spoken = (one(llm, "abc", detokenize=d).outputs[0] for d in (False, True))
+    assert silent.token_ids == spoken.token_ids
+    assert (silent.text, bool(spoken.text)) == ("", True)
+
+
+def test_field_skip_special_tokens(llm):
+    fields = {"allowed_token_ids": [SPECIAL], "max_tokens": 2}
+    assert one(llm, "abc", **fields).outputs[0].text == ""
+    shown = one(llm, "abc", skip_special_tokens=False, **fields).outputs[0].text
+    assert shown == "<special><special>"
+
+
+def test_field_truncate_prompt_tokens(llm, tokenizer):
+    output = one(llm, "a long prompt", truncate_prompt_tokens=4)
+    assert output.prompt_token_ids == tokenizer.encode("a long prompt")[-4:]
+
+
+def test_b27_stop_strings_end_text_tokens_and_logprobs_together(llm):
+    whole = one(llm, "abc", logprobs=0).outputs[0]
+    stop = whole.text[3:5]
+    cut = whole.text.index(stop)
+    for include in (False, True):
+        output = one(llm, "abc", stop=[stop], include_stop_str_in_output=include, logprobs=0)
+        stopped = output.outputs[0]
+        assert stopped.text == whole.text[: cut + 2 * include]
+        assert stopped.token_ids == whole.token_ids[: cut + 2]
+        assert len(stopped.logprobs) == cut + 2
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+        assert not llm.engine.has_unfinished
+
+
+def test_a_stop_token_is_not_part_of_the_text(llm):
+    whole = one(llm, "abc").outputs[0]
+    token = whole.token_ids[3]
+    cut = whole.token_ids.index(token)
+    stopped = one(llm, "abc", stop_token_ids=[token]).outputs[0]
+    assert stopped.token_ids == whole.token_ids[: cut + 1]
+    assert stopped.text == whole.text[:cut]
+    kept = one(llm, "abc", stop_token_ids=[token], include_stop_str_in_output=True).outputs[0]
+    assert kept.text == whole.text[: cut + 1]
+
+
+def test_logprobs_are_those_of_the_model(llm):
+    output = one(llm, PROMPTS[3], logprobs=2, max_tokens=3).outputs[0]
+    for token, entries in zip(output.token_ids, output.logprobs, strict=True):
+        assert entries[token].rank == 1
+        assert len(entries) == 2
+        assert entries[token].logprob == max(e.logprob for e in entries.values()) < 0
+    total = sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True))
+    assert output.cumulative_logprob == pytest.approx(total)
+
+
+def test_b93_chat_is_the_template_and_nothing_else(llm, tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
+    assert output.prompt_token_ids == tokenizer.encode("<u>hi:")
+    both = llm.chat([messages, messages], SamplingParams(temperature=0), use_tqdm=False)
+    assert len(both) == 2
+
+
+def test_bad_words_do_not_come_about(llm):
+    whole = one(llm, "abc").outputs[0].text
+    word = whole[2:4]
+    assert word not in one(llm, "abc", bad_words=[word]).outputs[0].text
