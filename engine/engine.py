@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.metrics import Finished, Metrics, collect
+from engine.outputs import RequestTimes
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row, stop_ids_of
 from engine.schedule import Emission
@@ -46,6 +48,10 @@ class Choice:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finish_reason: str | None = None
+
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(self.arrival_s, self.first_token_s, self.last_token_s)
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Engine:
         self._state = init_state(config, jax.tree.map(jnp.asarray, rows))
         self._programs: dict[int, jax.stages.Compiled] = {}
         self.compile_s = 0.0
+        self._finished = Finished()
         self._next_uid = 0
         self._queue: deque[Choice] = deque()
         self._out: dict[int, Choice] = {}
@@ -162,6 +169,17 @@ class Engine:
         return {
             f.name: int(getattr(self._state.counters, f.name)) for f in fields(self._state.counters)
         }
+
+    def metrics(self) -> Metrics:
+        """Waits for what is in flight."""
+        return collect(
+            self._state,
+            self.counters(),
+            self._finished,
+            queued=len(self._queue),
+            compiled_programs=len(self._programs),
+            compile_s=self.compile_s,
+        )
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> int:
         config, length = self.config, len(prompt_ids)
@@ -292,5 +310,8 @@ class Engine:
 
     def _close(self, choice: Choice, reason: str) -> None:
         choice.finish_reason = reason
+        self._finished.add(
+            choice.times, len(choice.prompt_ids), len(choice.token_ids), choice.finish_reason
+        )
         if all(c.finish_reason for c in self._requests[choice.request_id]):
             del self._requests[choice.request_id]

@@ -8,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.engine import Engine
+from engine.metrics import Metrics
 from engine.network import NetworkModel
 from engine.outputs import RequestOutput, RequestTimes
 from engine.platform import (
@@ -191,6 +192,10 @@ class LLM:
         conversations = messages if several else [messages]
         prompts = [self.tokenizer.encode_chat(m, **template) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_metrics(self) -> Metrics:
+        """Counts since the start, how full the cache is, and latencies of finished requests."""
+        return self.engine.metrics()
 
     def _requests(self, prompts, sampling_params, priority) -> dict[str, "_Request"]:
         prompts = _as_list(prompts)
