@@ -48,7 +48,7 @@ def attend(
         q_KGH = q_TNH[t].reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)
         k_XKH = k_SXKH[s].astype(jnp.float32)
         v_XKH = jnp.where(visible_X[:, None, None], v_SXKH[s].astype(jnp.float32), 0.0)
-        score_KGX = scale * jnp.einsum("KGH,XKH->KGX", q_KGH, k_XKH)
+        score_KGX = scale * jnp.einsum("KGH,XKH->KGX", q_KGH, k_XKH, precision="highest")
         if softcap is not None:
             score_KGX = softcap * jnp.tanh(score_KGX / softcap)
         score_KGX = jnp.where(visible_X, score_KGX, -jnp.inf)
@@ -56,7 +56,7 @@ def attend(
             sink_KG1 = sinks_N.reshape(num_kv_heads, -1, 1).astype(jnp.float32)
             score_KGX = jnp.concatenate([score_KGX, sink_KG1], axis=-1)
         weight_KGX = jax.nn.softmax(score_KGX, axis=-1)[:, :, : x_X.size]
-        o_KGH = jnp.einsum("KGX,XKH->KGH", weight_KGX, v_XKH)
+        o_KGH = jnp.einsum("KGX,XKH->KGH", weight_KGX, v_XKH, precision="highest")
         seen = jnp.any(owns_S) & jnp.any(visible_X)
         return jnp.where(seen, o_KGH.reshape(num_heads, head_dim), 0.0)
 

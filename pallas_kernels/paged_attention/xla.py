@@ -13,6 +13,7 @@ Letters beside those of the contract: Z all tiles, W tiles of a group, Q rows of
 block, G query heads per KV head.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,10 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.key_blocks import KeyBlocks, key_blocks
 from pallas_kernels.paged_attention.problem import Problem
 
 # A group's keys and values in float32 should stay in a core's own cache.
 GROUP_BYTES = 1 << 20
+# Float32 products on chips whose default is a shorter one.
+_exact_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -46,43 +50,6 @@ class Tiles(NamedTuple):
     first_key: jax.Array
     first_block: jax.Array
     num_blocks: jax.Array
-
-
-@dataclass(frozen=True)
-class KeyBlocks:
-    """How block j maps to pages: `pages` whole pages, or one of `parts` parts of a large page."""
-
-    page_size: int
-    pages: int
-    keys_per_page: int
-
-    @property
-    def parts(self) -> int:
-        return -(-self.page_size // self.keys_per_page)
-
-    def block_of(self, x: jax.Array) -> jax.Array:
-        """The block that holds position x."""
-        return x // (self.pages * self.page_size) * self.parts + (
-            x % self.page_size // self.keys_per_page
-        )
-
-    def locate(self, block_W: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Page table columns [W, p], offset in those pages [W], and positions [W, B].
-
-        The last part of a page is moved back so as not to cross the page's end; positions that
-        the part before it already holds are given as -1.
-        """
-        column_Wp = (block_W // self.parts * self.pages)[:, None] + jnp.arange(self.pages)
-        begin_W = block_W % self.parts * self.keys_per_page
-        offset_W = jnp.minimum(begin_W, self.page_size - self.keys_per_page)
-        offset_Wc = offset_W[:, None] + jnp.arange(self.keys_per_page)
-        x_Wpc = column_Wp[:, :, None] * self.page_size + offset_Wc[:, None, :]
-        x_Wpc = jnp.where((offset_Wc >= begin_W[:, None])[:, None, :], x_Wpc, -1)
-        return column_Wp, offset_W, x_Wpc.reshape(block_W.shape[0], -1)
-
-
-def key_blocks(page_size: int, keys: int) -> KeyBlocks:
-    return KeyBlocks(page_size, max(1, keys // page_size), min(page_size, keys))
 
 
 def default_passes(
@@ -188,10 +155,12 @@ def _attend_group(
     last_W = tiles.position + tiles.rows - 1
 
     # A sink is a key that was seen before all others and whose value is 0; none is a sink of -inf.
-    sink_N = jnp.full((N,), -jnp.inf) if sinks_N is None else sinks_N.astype(jnp.float32)
+    sink_N = (
+        jnp.full((N,), -jnp.inf, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
+    )
     sink_WKGQ = jnp.broadcast_to(sink_N.reshape(K, G, 1), (W, K, G, Q))
     max_WKGQ = jnp.maximum(sink_WKGQ, LOWEST)
-    start = (max_WKGQ, jnp.exp(sink_WKGQ - max_WKGQ), jnp.zeros((W, K, G, Q, H)))
+    start = (max_WKGQ, jnp.exp(sink_WKGQ - max_WKGQ), jnp.zeros((W, K, G, Q, H), jnp.float32))
 
     def add_block(i, carry):
         max_WKGQ, sum_WKGQ, o_WKGQH = carry
@@ -201,7 +170,7 @@ def _attend_group(
         real_WB = (x_WB >= tiles.first_key[:, None]) & (x_WB <= last_W[:, None])
         v_WKBH = jnp.where(real_WB[:, None, :, None], v_WKBH, 0.0)
 
-        score_WKGQB = jnp.einsum("WKGQH,WKBH->WKGQB", q_WKGQH, k_WKBH)
+        score_WKGQB = _exact_einsum("WKGQH,WKBH->WKGQB", q_WKGQH, k_WKBH)
         if softcap is not None:
             score_WKGQB = softcap * jnp.tanh(score_WKGQB / softcap)
         visible_WQB = real_WB[:, None, :] & (x_WB[:, None, :] <= position_WQ[:, :, None])
@@ -213,7 +182,7 @@ def _attend_group(
         shrink_WKGQ = jnp.exp(max_WKGQ - new_max_WKGQ)
         weight_WKGQB = jnp.exp(score_WKGQB - new_max_WKGQ[..., None])
         sum_WKGQ = sum_WKGQ * shrink_WKGQ + jnp.sum(weight_WKGQB, axis=-1)
-        block_WKGQH = jnp.einsum("WKGQB,WKBH->WKGQH", weight_WKGQB, v_WKBH)
+        block_WKGQH = _exact_einsum("WKGQB,WKBH->WKGQH", weight_WKGQB, v_WKBH)
         return new_max_WKGQ, sum_WKGQ, o_WKGQH * shrink_WKGQ[..., None] + block_WKGQH
 
     _, sum_WKGQ, o_WKGQH = lax.fori_loop(0, jnp.max(tiles.num_blocks), add_block, start)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import ragged_paged_attention, xla
 from pallas_kernels.paged_attention.cases import PADDING_ROWS, Case, make_inputs
+from pallas_kernels.paged_attention.key_blocks import key_blocks
 from pallas_kernels.paged_attention.layout import pages_shape, write_pages
 from pallas_kernels.paged_attention.xla import Blocks
 from tests.pallas_kernels.paged_attention.attention_oracle import check, oracle
@@ -105,7 +106,7 @@ def test_b106_sizes_around_block_edges(name):
     ("page_size", "keys"), [(1, 32), (16, 32), (24, 32), (64, 64), (48, 64), (100, 64), (257, 64)]
 )
 def test_key_blocks_cover_every_position_once(page_size, keys):
-    layout = xla.key_blocks(page_size, keys)
+    layout = key_blocks(page_size, keys)
     end = 3 * layout.pages * page_size
     blocks = layout.block_of(end - 1) + 1
     column_Wp, offset_W, x_WB = (np.asarray(a) for a in layout.locate(jnp.arange(blocks)))
