@@ -1,6 +1,7 @@
 """What the scripts share: naming and loading a model, reading prompts, the error exit."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -60,22 +61,24 @@ def read_prompts(texts: Sequence[str], files: Sequence[str], lines: bool) -> lis
     """
     files = list(files)
     if not texts and not files:
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, with --file or on standard input")
         files = ["-"]
     prompts = list(texts)
     for name in files:
+        if name == "-" and sys.stdin is None:
+            raise ValueError("standard input is closed; give the prompt as an argument or a file")
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         source = "standard input" if name == "-" else name
         try:
-            text = raw.decode("utf-8")
+            text = raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
                 "convert it first"
             ) from error
         if lines:
-            found = [line for line in text.splitlines() if line.strip()]
+            found = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
             if not found:
                 raise ValueError(f"{source} holds no prompt: every line is blank")
             prompts += found
@@ -88,9 +91,19 @@ def read_prompts(texts: Sequence[str], files: Sequence[str], lines: bool) -> lis
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main`; bad input becomes one line on standard error and exit code 2."""
+    """Call `main`; bad input becomes one line on standard error and exit code 2.
+
+    A reader that closes our output ends us quietly, as it ends other programs.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     try:
         main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more at exit
+        sys.exit(141)
     except (ValueError, OSError) as error:
         sys.exit(_fail(error))
     except KeyboardInterrupt:

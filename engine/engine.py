@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.interrupts import interrupts_held_back
 from engine.metrics import Finished, Metrics, collect
 from engine.outputs import RequestTimes
 from engine.sampling_params import SamplingParams
@@ -112,6 +113,11 @@ class Engine:
         """
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; give each request its own")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {params!r}")
+        for name, value, low in (("priority", priority, -(2**31)), ("salt", salt, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+                raise ValueError(f"{name} must be an integer in {low} .. 2**31-1, got {value!r}")
         prompt_ids = list(prompt_ids)
         max_len = self._check(prompt_ids, params)
         stop_ids = stop_ids_of(params, self.eos_token_ids, self.limits)
@@ -224,30 +230,35 @@ class Engine:
     def compile(self) -> None:
         """Compile every program now; without it each is compiled when it is first needed."""
         for budget in self.budgets:
-            self._program(budget, self._inbox([]))
+            self._program(budget)
 
-    def _program(self, budget: int, inbox: Inbox) -> jax.stages.Compiled:
+    def _program(self, budget: int) -> jax.stages.Compiled:
         if budget not in self._programs:
             start = time.perf_counter()
             step = partial(advance, replace(self.config, token_budget=budget), self._model)
-            arguments = (self._params, self._cache, self._state, inbox, jnp.int32(1))
+            arguments = (self._params, self._cache, self._state, self._inbox(), jnp.int32(1))
             lowered = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments)
             self._programs[budget] = lowered.compile()
             self.compile_s += time.perf_counter() - start
         return self._programs[budget]
 
     def _dispatch(self) -> None:
-        inbox = self._inbox(self._arrivals())
-        waiting = sum(len(c.prompt_ids) for c in self._out.values() if not c.token_ids)
+        unanswered = (c for c in (*self._out.values(), *self._queue) if not c.token_ids)
+        waiting = sum(len(c.prompt_ids) for c in unanswered)
         rounds = 1 if waiting else self.rounds  # a first token is shown as soon as it is there
         budget = next((b for b in self.budgets if b >= waiting), self.config.token_budget)
-        program = self._program(budget, inbox)
-        self._cache, self._state, emitted = program(
-            self._params, self._cache, self._state, inbox, jnp.int32(rounds)
-        )
+        program = self._program(budget)
+        # The donated state is gone once the program is called: between the call and the assignment
+        # an interrupt would leave the engine without one.
+        with interrupts_held_back():
+            inbox = self._inbox(self._arrivals(), self._aborts[: self.config.inbox_size])
+            self._aborts = self._aborts[self.config.inbox_size :]
+            self._cache, self._state, emitted = program(
+                self._params, self._cache, self._state, inbox, jnp.int32(rounds)
+            )
+            self._in_flight.append(emitted)
         for array in jax.tree.leaves(emitted):
             array.copy_to_host_async()
-        self._in_flight.append(emitted)
 
     def _arrivals(self) -> list[Choice]:
         """The head of the queue, as much as slots and one inbox hold."""
@@ -265,7 +276,7 @@ class Engine:
             chosen.append(choice)
         return chosen
 
-    def _inbox(self, choices: Sequence[Choice]) -> Inbox:
+    def _inbox(self, choices: Sequence[Choice] = (), aborts: Sequence[int] = ()) -> Inbox:
         config, A = self.config, self.config.inbox_size
         rows = empty_rows(A, self.limits)
         requests = jax.tree.map(np.array, empty_requests(A, config.max_stop_ids, rows))
@@ -280,8 +291,7 @@ class Engine:
             used += length
             fill_row(requests.sampling, a, choice.params, choice.facts, self.limits)
         abort_A = np.full(A, NO_UID, np.int32)
-        abort_A[: len(self._aborts[:A])] = self._aborts[:A]
-        self._aborts = self._aborts[A:]
+        abort_A[: len(aborts)] = aborts
         return Inbox(requests=requests, tokens_Y=tokens_Y, start_A=start_A, abort_A=abort_A)
 
     def _collect(self, emitted: Emission) -> list[Update]:

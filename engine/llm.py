@@ -1,8 +1,10 @@
 """`LLM`: the front door. A model by name, prompts in, texts out, one engine underneath."""
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
@@ -27,6 +29,7 @@ from models.checkpoint.registry import resolve
 from models.config import ModelConfig
 from models.kv_cache import init_cache, kv_bytes_per_token, num_pages_for
 from models.model import ModelParams, cache_specs
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -60,8 +63,22 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "steps_per_dispatch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            _whole(name, getattr(self, name))
+        for name in ("max_model_len", "num_pages"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+        if self.attention_impl not in ("auto", *IMPLEMENTATIONS):
+            raise ValueError(
+                f"unknown attention_impl {self.attention_impl!r}; use auto, "
+                f"{' or '.join(IMPLEMENTATIONS)}"
+            )
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 class LLM:
@@ -106,7 +123,9 @@ class LLM:
         return self
 
     def _setup(self, config, params, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
-        max_model_len = args.max_model_len or min(config.max_position, 4096)
+        max_model_len = args.max_model_len
+        if max_model_len is None:
+            max_model_len = min(config.max_position, 4096)
         if not 1 <= max_model_len <= config.max_position:
             raise ValueError(
                 f"max_model_len must be in 1 .. {config.max_position} (the model's limit), got "
@@ -175,7 +194,7 @@ class LLM:
 
         Leaving the iterator early aborts what is unfinished.
         """
-        return self._serve(self._requests(prompts, sampling_params, None))
+        return Stream(self, self._requests(prompts, sampling_params, None))
 
     def chat(
         self,
@@ -211,6 +230,7 @@ class LLM:
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(priority)} priorities")
         requests: dict[str, _Request] = {}
+        complete = False
         try:
             for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
                 request_id = next(self._request_ids)
@@ -220,12 +240,15 @@ class LLM:
                     )
                 except ValueError as error:
                     raise ValueError(f"prompt {i}: {error}") from error
-        except (ValueError, TypeError):
-            self._abort(requests)
-            raise
+            complete = True
+        finally:
+            if not complete:
+                self._abort(requests)
         return requests
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int):
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
         text, ids, salt = self._encode(prompt)
         if params.truncate_prompt_tokens is not None:
             keep = params.truncate_prompt_tokens
@@ -247,7 +270,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], int]:
         """(text, ids, salt) of a text, token ids, or a mapping with `prompt` or
         `prompt_token_ids` and optionally `cache_salt`."""
-        salt = 0
+        salt: Any = 0
         if isinstance(prompt, Mapping):
             unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
             if unknown or len(set(prompt) & {"prompt", "prompt_token_ids"}) != 1:
@@ -256,11 +279,12 @@ class LLM:
                     f"got {', '.join(map(str, prompt))}"
                 )
             salt = prompt.get("cache_salt", 0)
-            if isinstance(salt, bool) or not isinstance(salt, int) or not 0 <= salt < 2**31:
-                raise ValueError(f"cache_salt must be an integer in 0 .. 2**31-1, got {salt!r}")
             prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
         if not isinstance(prompt, str):
-            return None, [int(token) for token in prompt], salt
+            try:
+                return None, [operator.index(token) for token in prompt], salt
+            except TypeError as error:
+                raise ValueError(f"token ids must be a list of integers: {error}") from error
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer; give token ids")
         return prompt, self.tokenizer.encode(prompt), salt
@@ -289,6 +313,24 @@ class LLM:
             for text in request.texts:
                 if text.choice.finish_reason is None:
                     self.engine.end(text.choice, "abort")
+
+
+class Stream(Iterator):
+    """Outputs of some requests as they come; closed or dropped early, it aborts what is left."""
+
+    def __init__(self, llm: LLM, requests: "dict[str, _Request]"):
+        self._llm, self._requests = llm, requests
+        self._outputs = llm._serve(requests)
+
+    def __next__(self) -> tuple[RequestOutput, dict[int, str]]:
+        return next(self._outputs)
+
+    def close(self) -> None:
+        self._outputs.close()
+        self._llm._abort(self._requests)  # a generator that never began runs no clean-up
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _Request:
@@ -334,6 +376,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     prompts = list(prompts)
-    if prompts and all(isinstance(p, int) for p in prompts):
+    if prompts and all(isinstance(p, Integral) for p in prompts):
         return [prompts]
     return prompts

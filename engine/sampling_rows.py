@@ -152,6 +152,7 @@ def stop_ids_of(
     own = params.stop_token_ids or ()
     eos = () if params.ignore_eos else eos_token_ids
     ids = sorted({*eos, *own})
+    _check_ids("the model's end-of-sequence ids", eos, limits.vocab_size, None)
     _check_ids("stop_token_ids", own, limits.vocab_size, None)
     if len(ids) > limits.max_stop_ids:
         raise ValueError(

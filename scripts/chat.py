@@ -35,7 +35,11 @@ def main() -> None:
         model.params,
         model.tokenizer,
         max_num_seqs=1,
-        max_model_len=args.max_model_len or min(model.config.max_position, 8192),
+        max_model_len=(
+            min(model.config.max_position, 8192)
+            if args.max_model_len is None
+            else args.max_model_len
+        ),
         page_size=args.page_size,
     )
     opening = [{"role": "system", "content": args.system}] if args.system else []
@@ -43,7 +47,7 @@ def main() -> None:
     print(f"{args.model}, {model.dtype.name}; /reset forgets, /quit leaves", file=sys.stderr)
     while True:
         try:
-            text = input("> ")
+            text = read_line()
         except EOFError:
             return
         except UnicodeDecodeError as error:
@@ -64,6 +68,19 @@ def main() -> None:
             print(f"error: {error} (/reset starts afresh)", file=sys.stderr)
             continue
         messages.append({"role": "assistant", "content": answer})
+
+
+def read_line() -> str:
+    """A line as bytes, so that one that is not UTF-8 costs no other; edited where there is a
+    terminal."""
+    if sys.stdin is None:
+        raise EOFError
+    if sys.stdin.isatty():
+        return input("> ")
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return line.decode("utf-8").rstrip("\r\n")
 
 
 def reply(llm: LLM, messages: list, params: SamplingParams) -> str:

@@ -17,6 +17,7 @@ from models.model import cache_specs, declare
 from models.params import size_bytes
 
 MAX_BATCH = 32  # more prompts wait their turn
+MIN_TIMED_STEPS = 8  # fewer decode steps say nothing about speed
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,26 @@ class Stats:
     prompt_tokens: int
     output_tokens: int
     prompt_tok_per_s: float
-    output_tok_per_s: float
+    output_tok_per_s: float | None
     ttft_s: float
     compile_s: float
     load_s: float
-    achieved_gb_per_s: float
+    achieved_gb_per_s: float | None
     read_bandwidth_gb_per_s: float
 
     def line(self) -> str:
-        share = self.achieved_gb_per_s / self.read_bandwidth_gb_per_s
+        if self.achieved_gb_per_s is None:
+            rate, achieved = "too few to time", "measured"
+        else:
+            share = self.achieved_gb_per_s / self.read_bandwidth_gb_per_s
+            rate = f"at {self.output_tok_per_s:.1f} tok/s"
+            achieved = f"{self.achieved_gb_per_s:.1f} GB/s = {share:.0%} of the measured"
         return (
             f"prompt {self.prompt_tokens} tok at {self.prompt_tok_per_s:.1f} tok/s | "
-            f"output {self.output_tokens} tok at {self.output_tok_per_s:.1f} tok/s | "
+            f"output {self.output_tokens} tok {rate} | "
             f"TTFT {self.ttft_s * 1e3:.0f} ms (+ {self.compile_s:.1f} s compile, "
             f"{self.load_s:.1f} s load) | "
-            f"{self.achieved_gb_per_s:.1f} GB/s = {share:.0%} of the measured "
-            f"{self.read_bandwidth_gb_per_s:.1f} GB/s"
+            f"{achieved} {self.read_bandwidth_gb_per_s:.1f} GB/s"
         )
 
 
@@ -107,15 +112,16 @@ def length_bucket(prompts: list[list[int]], max_tokens: int, limit: int) -> int:
 def stream(llm: LLM, prompts, params: SamplingParams, show: bool):
     """Print prompts' texts in order, the current one as its tokens come.
 
-    Returns the outputs and (seconds to the first token, seconds in all), compiling not counted.
+    Returns the outputs and (seconds to the first token, seconds after it), compiling not counted.
     """
     outputs: list[RequestOutput | None] = [None] * len(prompts)
     pending = [""] * len(prompts)
-    current, first_s, start = 0, None, time.perf_counter()
+    current, first_s, first_compile_s, start = 0, 0.0, 0.0, time.perf_counter()
     if show:
         heading(0, len(prompts))
     for output, deltas in llm.stream(prompts, params):
-        first_s = first_s or time.perf_counter() - start
+        if not first_s:
+            first_s, first_compile_s = time.perf_counter() - start, llm.engine.compile_s
         index = int(output.request_id)
         outputs[index] = output
         pending[index] += deltas[0]
@@ -128,8 +134,8 @@ def stream(llm: LLM, prompts, params: SamplingParams, show: bool):
             current += 1
             if current < len(prompts):
                 heading(current, len(prompts))
-    total_s = time.perf_counter() - start
-    return outputs, (first_s - llm.engine.compile_s, total_s - llm.engine.compile_s)
+    rest_s = time.perf_counter() - start - first_s - (llm.engine.compile_s - first_compile_s)
+    return outputs, (first_s - first_compile_s, rest_s)
 
 
 def heading(index: int, count: int) -> None:
@@ -139,8 +145,7 @@ def heading(index: int, count: int) -> None:
 
 def measure(llm: LLM, model: LoadedModel, outputs: list[RequestOutput], times) -> Stats:
     """Achieved bytes count the weights once per decode step, and each step's keys and values."""
-    first_s, total_s = times
-    decode_s = max(total_s - first_s, 1e-9)
+    first_s, decode_s = times
     lengths = [(len(o.prompt_token_ids), len(o.outputs[0].token_ids)) for o in outputs]
     weights = size_bytes(declare(model.config), model.dtype)
     if not model.config.tied_embeddings:
@@ -148,17 +153,18 @@ def measure(llm: LLM, model: LoadedModel, outputs: list[RequestOutput], times) -
     per_token = kv_bytes_per_token(cache_specs(model.config), model.dtype)
     kv = per_token * sum(out * (prompt + out / 2) for prompt, out in lengths)
     steps = llm.engine.counters()["decode_rounds"]
+    timed = steps >= MIN_TIMED_STEPS
     rows = max(min(len(outputs), MAX_BATCH), min_matmul_rows(model.dtype))
     prompt_tokens, output_tokens = (sum(column) for column in zip(*lengths, strict=True))
     return Stats(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        prompt_tok_per_s=prompt_tokens / max(first_s, 1e-9),
-        output_tok_per_s=max(output_tokens - 1, 0) / decode_s,
+        prompt_tok_per_s=prompt_tokens / first_s,
+        output_tok_per_s=(output_tokens - 1) / decode_s if timed else None,
         ttft_s=first_s,
         compile_s=llm.engine.compile_s,
         load_s=model.load_s,
-        achieved_gb_per_s=(steps * weights + kv) / decode_s / 1e9,
+        achieved_gb_per_s=(steps * weights + kv) / decode_s / 1e9 if timed else None,
         read_bandwidth_gb_per_s=measure_read_bandwidth(model.dtype, rows) / 1e9,
     )
 

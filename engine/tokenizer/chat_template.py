@@ -24,6 +24,7 @@ _RENDER_ERRORS = (
     LookupError,
     ArithmeticError,
     AttributeError,
+    RuntimeError,
     RecursionError,
 )
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -107,7 +108,7 @@ def resolve(model: str) -> Path:
     """
     if model in REGISTRY:
         return fetch(model)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if model and path.exists():
         return path
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf":

@@ -80,6 +80,8 @@ def layer_windows(
     """The sliding window of each layer, from `layer_types` or, without it, `default_types`."""
     types = fields.get("layer_types")
     types = default_types if types is None else types
+    if not isinstance(types, Sequence) or not all(isinstance(kind, str) for kind in types):
+        raise ValueError(f"config.json: layer_types must be a list of names, got {types!r}")
     if len(types) != len(default_types):
         raise ValueError(
             f"config.json: layer_types has {len(types)} entries for {len(default_types)} layers"

@@ -5,6 +5,7 @@ scores over sqrt(query_pre_attn_scalar); local layers with a window between glob
 soft-caps scores and logits; Gemma 3 has norms over q and k and its own theta for local layers.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from models.config import LayerSpec, MlpSpec, ModelConfig, RopeSpec
@@ -96,7 +97,10 @@ def _gemma3_ropes(fields: Fields, sizes: Sizes) -> tuple[RopeSpec, RopeSpec]:
         )
 
     def spec(kind: str) -> RopeSpec:
-        rope = {"rope_theta": thetas[kind]} | (given.get(kind) or {})
+        own = given.get(kind) or {}
+        if not isinstance(own, Mapping):
+            raise ValueError(f"config.json: rope_parameters of {kind} must be a dict, got {own!r}")
+        rope = {"rope_theta": thetas[kind], **own}
         return rope_spec(rope, sizes.head_dim, sizes.max_position)
 
     return spec("full_attention"), spec("sliding_attention")

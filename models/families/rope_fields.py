@@ -78,8 +78,9 @@ def rope_spec(
 ) -> RopeSpec:
     """The spec of one flat dictionary that holds its own `rope_theta`."""
     kind = rope.get("rope_type", rope.get("type")) or "default"
-    kind = (aliases or {}).get(kind, kind)
-    if kind not in _KIND_KEYS:
+    if isinstance(kind, str):
+        kind = (aliases or {}).get(kind, kind)
+    if not isinstance(kind, str) or kind not in _KIND_KEYS:
         raise ValueError(
             f"config.json: rope kind {kind!r} is not supported; known: {', '.join(_KIND_KEYS)}"
         )
