@@ -1,0 +1,6 @@
+"""How models are served. The front door is `LLM` with `SamplingParams`."""
+
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
