@@ -115,7 +115,7 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use; give each request its own")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {params!r}")
-        for name, value, low in (("priority", priority, -(2**31)), ("salt", salt, 0)):
+        for name, value, low in (("priority", priority, -(2**31)), ("cache_salt", salt, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
                 raise ValueError(f"{name} must be an integer in {low} .. 2**31-1, got {value!r}")
         prompt_ids = list(prompt_ids)

@@ -236,6 +236,17 @@ def test_leaving_a_stream_aborts_it_and_harms_no_later_request():
     assert int(llm.engine._state.pool.num_free) == llm.engine.config.num_pages - 1
 
 
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_stream_never_begun_leaves_nothing_behind(how):
+    llm = shared_llm()
+    stream = llm.stream([PROMPTS[1]], greedy(3))
+    assert llm.engine.has_unfinished
+    if how == "closed":
+        stream.close()
+    del stream
+    assert not llm.engine.has_unfinished
+
+
 def test_two_streams_side_by_side_each_get_their_own():
     llm = shared_llm()
     streams = [llm.stream([prompt], greedy(9)) for prompt in (PROMPTS[2], PROMPTS[5])]
@@ -289,6 +300,8 @@ def test_no_program_copies_the_cache(num_seqs):
         ([[-1]], "token id -1"),
         ([[2**63]], "is outside"),
         (["text"], "need a tokenizer"),
+        ([[1.5]], "token ids must be a list of integers"),
+        ([["1"]], "token ids must be a list of integers"),
         ([{"prompt_token_ids": [1], "lora": 3}], "lora"),
         ([{"prompt_token_ids": [1], "cache_salt": -1}], "cache_salt"),
     ],
@@ -323,6 +336,13 @@ def test_unsupported_and_unknown_settings_are_refused():
         fresh_llm(tensor_parallel=2)
     with pytest.raises(TypeError):
         SamplingParams(temprature=1)
+    for params in ([greedy(2), None], [greedy(2), {"temperature": 0}]):
+        with pytest.raises(TypeError, match="must be SamplingParams"):
+            llm.generate([[1], [2]], params, use_tqdm=False)
+    for priority in (2**40, 1.5, None):
+        with pytest.raises(ValueError, match="priority must be an integer"):
+            llm.generate([[1]], greedy(2), priority=[priority], use_tqdm=False)
+    assert not llm.engine.has_unfinished
     llm.engine.add_request("x", [1], greedy(1))
     with pytest.raises(ValueError, match="'x' is in use"):
         llm.engine.add_request("x", [1], greedy(1))
@@ -346,6 +366,24 @@ def test_unsupported_and_unknown_settings_are_refused():
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         fresh_llm(**settings).engine.compile()
+
+
+def test_settings_of_the_wrong_type_are_refused():
+    for settings in ({"max_num_seqs": 1.5}, {"page_size": "4"}, {"num_pages": True}):
+        with pytest.raises(TypeError, match="must be an integer"):
+            fresh_llm(**settings)
+
+
+def test_an_end_of_sequence_id_outside_the_vocabulary_is_refused():
+    config = CONFIG.__class__(**{**vars(CONFIG), "eos_token_ids": (10**12,)})
+    with pytest.raises(ValueError, match="end-of-sequence ids holds token id 1000000000000"):
+        fresh_llm(config).generate([[1]], greedy(1), use_tqdm=False)
+
+
+def test_token_ids_may_be_numpy():
+    llm = shared_llm()
+    prompt = np.array(PROMPTS[3])
+    assert ask(llm, prompt, greedy(4)) == ask(llm, [prompt], greedy(4)) == expected([PROMPTS[3]], 4)
 
 
 def test_more_pages_than_memory_are_refused():
