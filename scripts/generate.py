@@ -89,6 +89,7 @@ def main() -> None:
         page_size=args.page_size,
         num_pages=args.num_pages,
     )
+    print("preparing programs (compiled once, then kept)", file=sys.stderr)
     outputs, times = stream(llm, prompts, params, show=not args.json)
     stats = measure(llm, model, outputs, times)
     if args.json:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests in .venv (made if absent). --all adds, in .venv-parity with Python 3.11, the core of
-# the suite on the oldest supported jax and live parity with transformers.
+# the suite on jax 0.10 and live parity with transformers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/find_python.sh

@@ -1,7 +1,7 @@
 """Mixers: what mixes tokens inside a layer. A spec's type chooses the functions.
 
 A mixer is one file with a parameter dataclass and three functions: `declare`, `cache` (what it
-keeps per token or per sequence) and `apply`. Adding one is adding a row here.
+keeps per token) and `apply`. Adding one is adding a row here.
 """
 
 from collections.abc import Callable
