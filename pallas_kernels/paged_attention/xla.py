@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_attention.key_blocks import KeyBlocks, key_blocks
+from pallas_kernels.paged_attention.layout import TRASH_PAGE
 from pallas_kernels.paged_attention.problem import Problem
 
 # A group's keys and values in float32 should stay in a core's own cache.
@@ -166,6 +167,8 @@ def _attend_group(
         max_WKGQ, sum_WKGQ, o_WKGQH = carry
         column_Wp, offset_W, x_WB = layout.locate(tiles.first_block + i)
         page_Wp = jnp.take_along_axis(table_WM, column_Wp, axis=1, mode="fill", fill_value=0)
+        # Past the last key: the trash page, which stays in cache.
+        page_Wp = jnp.where(column_Wp * layout.page_size <= last_W[:, None], page_Wp, TRASH_PAGE)
         k_WKBH, v_WKBH = _fetch(kv_pages, page_Wp, offset_W, layout)
         real_WB = (x_WB >= tiles.first_key[:, None]) & (x_WB <= last_W[:, None])
         v_WKBH = jnp.where(real_WB[:, None, :, None], v_WKBH, 0.0)
