@@ -10,57 +10,32 @@ else. Either can go on from any state, so no request mix ever needs another.
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.dispatch import Choice, Dispatch, Recorder, Sent, Snapshot, Update
+from engine.identity import identity
 from engine.interrupts import interrupts_held_back
-from engine.metrics import Finished, Metrics, collect
-from engine.outputs import RequestTimes
+from engine.metrics import Finished, Metrics, Steps, collect
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row, stop_ids_of
 from engine.schedule import Emission
-from engine.state import NO_UID, REASONS, EngineConfig, Inbox, empty_requests, init_state
-from engine.step import StepModel, advance
-
-
-@dataclass
-class Choice:
-    """One of a request's `n` outputs while it is out; token ids as they come."""
-
-    request_id: str
-    index: int
-    uid: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    facts: RowFacts
-    stop_ids: list[int]
-    priority: int
-    salt: int
-    max_len: int
-    parent_uid: int
-    arrival_s: float
-    token_ids: list[int] = field(default_factory=list)
-    extras: list = field(default_factory=list)
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    finish_reason: str | None = None
-
-    @property
-    def times(self) -> RequestTimes:
-        return RequestTimes(self.arrival_s, self.first_token_s, self.last_token_s)
-
-
-@dataclass(frozen=True)
-class Update:
-    """News of one choice: how many of its tokens are new, and why it ended if it did."""
-
-    choice: Choice
-    num_new: int
+from engine.state import (
+    NO_UID,
+    REASONS,
+    BatchState,
+    EngineConfig,
+    Inbox,
+    empty_requests,
+    init_state,
+)
+from engine.step import PromptScores, StepModel, advance
 
 
 class Engine:
@@ -77,23 +52,28 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         rounds: int = 4,
         overlap: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+        recorder: Recorder | None = None,
     ):
         if not 1 <= rounds <= config.max_rounds:
             raise ValueError(f"rounds must be in 1 .. {config.max_rounds}, got {rounds}")
         self.config, self.limits, self.rounds, self.overlap = config, limits, rounds, overlap
         self.eos_token_ids = tuple(eos_token_ids)
-        self._model, self._params, self._cache = model, params, cache
-        rows = empty_rows(config.num_slots, limits)
-        self._state = init_state(config, jax.tree.map(jnp.asarray, rows))
+        self.model, self._params, self._cache = model, params, cache
+        self._state = self.empty_state()
         self._programs: dict[int, jax.stages.Compiled] = {}
         self.compile_s = 0.0
-        self._finished = Finished()
+        self._clock = clock
+        self._finished, self._steps = Finished(), Steps()
         self._next_uid = 0
         self._queue: deque[Choice] = deque()
         self._out: dict[int, Choice] = {}
         self._requests: dict[str, list[Choice]] = {}
         self._aborts: list[int] = []
-        self._in_flight: deque[Emission] = deque()
+        self._in_flight: deque[Sent] = deque()
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.begins(self.identity())
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -137,7 +117,7 @@ class Engine:
                     salt=salt,
                     max_len=max_len,
                     parent_uid=parent,
-                    arrival_s=time.perf_counter(),
+                    arrival_s=self._clock(),
                 )
             )
             self._next_uid += 1
@@ -182,6 +162,7 @@ class Engine:
             self._state,
             self.counters(),
             self._finished,
+            self._steps,
             queued=len(self._queue),
             compiled_programs=len(self._programs),
             compile_s=self.compile_s,
@@ -189,8 +170,6 @@ class Engine:
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> int:
         config, length = self.config, len(prompt_ids)
-        if params.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs is not supported; leave it None")
         if not prompt_ids:
             raise ValueError("the prompt is empty; give at least one token")
         for token in prompt_ids:
@@ -232,14 +211,16 @@ class Engine:
         for budget in self.budgets:
             self._program(budget)
 
+    def _step(self, budget: int) -> Callable:
+        return partial(advance, replace(self.config, token_budget=budget), self.model)
+
     def _program(self, budget: int) -> jax.stages.Compiled:
         if budget not in self._programs:
-            start = time.perf_counter()
-            step = partial(advance, replace(self.config, token_budget=budget), self._model)
+            start = self._clock()
             arguments = (self._params, self._cache, self._state, self._inbox(), jnp.int32(1))
-            lowered = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments)
+            lowered = jax.jit(self._step(budget), donate_argnums=(1, 2)).lower(*arguments)
             self._programs[budget] = lowered.compile()
-            self.compile_s += time.perf_counter() - start
+            self.compile_s += self._clock() - start
         return self._programs[budget]
 
     def _dispatch(self) -> None:
@@ -247,18 +228,33 @@ class Engine:
         waiting = sum(len(c.prompt_ids) for c in unanswered)
         rounds = 1 if waiting else self.rounds  # a first token is shown as soon as it is there
         budget = next((b for b in self.budgets if b >= waiting), self.config.token_budget)
-        program = self._program(budget)
+        self._program(budget)  # compiling may be interrupted, what follows may not
+        with interrupts_held_back():
+            aborts = self._aborts[: self.config.inbox_size]
+            dispatch = Dispatch(self._arrivals(), aborts, rounds, budget)
+            self._aborts = self._aborts[self.config.inbox_size :]
+            sent_s = self._clock()
+            emitted = self.send(dispatch)
+            self._in_flight.append(Sent(sent_s, budget, emitted))
+        for array in jax.tree.leaves(emitted):
+            array.copy_to_host_async()
+
+    def send(self, dispatch: Dispatch) -> Emission:
+        """Run one dispatch, decided elsewhere; what it brings is not read here.
+
+        `step` decides and reads; a replay calls this alone.
+        """
+        inbox = self._inbox(dispatch.arrivals, dispatch.aborts)
+        program = self._program(dispatch.budget)
         # The donated state is gone once the program is called: between the call and the assignment
         # an interrupt would leave the engine without one.
         with interrupts_held_back():
-            inbox = self._inbox(self._arrivals(), self._aborts[: self.config.inbox_size])
-            self._aborts = self._aborts[self.config.inbox_size :]
             self._cache, self._state, emitted = program(
-                self._params, self._cache, self._state, inbox, jnp.int32(rounds)
+                self._params, self._cache, self._state, inbox, jnp.int32(dispatch.rounds)
             )
-            self._in_flight.append(emitted)
-        for array in jax.tree.leaves(emitted):
-            array.copy_to_host_async()
+        if self._recorder is not None:
+            self._recorder.sent(dispatch)
+        return emitted
 
     def _arrivals(self) -> list[Choice]:
         """The head of the queue, as much as slots and one inbox hold."""
@@ -284,6 +280,7 @@ class Engine:
         for a, choice in enumerate(choices):
             for name in ("uid", "max_len", "priority", "parent_uid", "salt"):
                 getattr(requests, name)[a] = getattr(choice, name)
+            requests.score_prompt[a] = choice.prompt_scores is not None
             requests.stop_ids[a, : len(choice.stop_ids)] = choice.stop_ids
             length = len(choice.prompt_ids)
             requests.prompt_len[a], start_A[a] = length, used
@@ -294,21 +291,29 @@ class Engine:
         abort_A[: len(aborts)] = aborts
         return Inbox(requests=requests, tokens_Y=tokens_Y, start_A=start_A, abort_A=abort_A)
 
-    def _collect(self, emitted: Emission) -> list[Update]:
+    def _collect(self, sent: Sent) -> list[Update]:
+        emitted = sent.emitted
+        if self._recorder is not None:
+            self._recorder.returned(emitted)
         token_QR, uid_QR, reason_QR = map(
             np.asarray, (emitted.token_R, emitted.uid_R, emitted.reason_R)
         )
         extra = jax.tree.map(np.asarray, emitted.extra)
-        now_s = time.perf_counter()
+        self._collect_prompts(extra.prompt)
+        now_s = self._clock()
+        live_QR = np.isin(uid_QR, list(self._out))  # others were aborted during the dispatch
+        rounds, tokens = live_QR.any(axis=1).sum(), (live_QR & (token_QR >= 0)).sum()
+        start_s = self._steps.add(sent.sent_s, now_s, int(rounds), int(tokens))
         news: dict[int, Update] = {}
-        for q, r in np.argwhere(uid_QR != NO_UID):
-            choice = self._out.get(int(uid_QR[q, r]))
-            if choice is None:
-                continue  # aborted while this dispatch was in flight
+        for q, r in np.argwhere(live_QR):
+            choice = self._out[int(uid_QR[q, r])]
+            if choice.started_s is None:
+                choice.started_s = start_s
             if token_QR[q, r] >= 0:
                 choice.token_ids.append(int(token_QR[q, r]))
-                choice.extras.append(jax.tree.map(lambda x: x[q, r], extra))  # noqa: B023
-                choice.first_token_s = choice.first_token_s or now_s
+                choice.extras.append(jax.tree.map(lambda x: x[q, r], extra.sampled))  # noqa: B023
+                if choice.first_token_s is None:
+                    choice.first_token_s = now_s
                 choice.last_token_s = now_s
                 before = news.get(choice.uid, Update(choice, 0))
                 news[choice.uid] = Update(choice, before.num_new + 1)
@@ -318,6 +323,15 @@ class Engine:
                 self._close(choice, REASONS[reason_QR[q, r]])
         return list(news.values())
 
+    def _collect_prompts(self, prompt: PromptScores | None) -> None:
+        if prompt is None:
+            return
+        for q, t in np.argwhere(prompt.uid_T != NO_UID):
+            choice = self._out.get(int(prompt.uid_T[q, t]))
+            if choice is not None:
+                score = jax.tree.map(lambda x: x[q, t], prompt.scores_T)  # noqa: B023
+                choice.prompt_scores[prompt.position_T[q, t]] = score
+
     def _close(self, choice: Choice, reason: str) -> None:
         choice.finish_reason = reason
         self._finished.add(
@@ -325,3 +339,40 @@ class Engine:
         )
         if all(c.finish_reason for c in self._requests[choice.request_id]):
             del self._requests[choice.request_id]
+
+    # ---- the whole of it -----------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a snapshot or a record to mean the same."""
+        return identity(self.config, self.limits, self.model, self._params)
+
+    def empty_state(self) -> BatchState:
+        rows = empty_rows(self.config.num_slots, self.limits)
+        return init_state(self.config, jax.tree.map(jnp.asarray, rows))
+
+    def emission_like(self, budget: int) -> Emission:
+        """Shapes of what a dispatch of this budget brings."""
+        arguments = (self._params, self._cache, self._state, self._inbox(), jnp.int32(1))
+        return jax.eval_shape(self._step(budget), *arguments)[2]
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            cache=self._cache,
+            state=self._state,
+            in_flight=list(self._in_flight),
+            requests=dict(self._requests),
+            queue=[choice.uid for choice in self._queue],
+            out=list(self._out),
+            aborts=list(self._aborts),
+            next_uid=self._next_uid,
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot of an engine of the same identity."""
+        choices = {c.uid: c for request in snapshot.requests.values() for c in request}
+        self._cache, self._state = snapshot.cache, snapshot.state
+        self._in_flight = deque(snapshot.in_flight)
+        self._requests = dict(snapshot.requests)
+        self._queue = deque(choices[uid] for uid in snapshot.queue)
+        self._out = {uid: choices[uid] for uid in snapshot.out}
+        self._aborts, self._next_uid = list(snapshot.aborts), snapshot.next_uid

@@ -213,7 +213,8 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_metrics(self) -> Metrics:
-        """Counts since the start, how full the cache is, and latencies of finished requests."""
+        """Counts since the start, how full the cache is now, and the latencies of finished requests
+        and of dispatches (mean, P50, P95, P99); see `Metrics`."""
         return self.engine.metrics()
 
     def _requests(self, prompts, sampling_params, priority) -> dict[str, "_Request"]:
@@ -343,6 +344,7 @@ class _Request:
 
     def output(self, request_id: str) -> RequestOutput:
         choices = [text.choice for text in self.texts]
+        starts = [c.started_s for c in choices if c.started_s is not None]
         firsts = [c.first_token_s for c in choices if c.first_token_s is not None]
         lasts = [c.last_token_s for c in choices if c.last_token_s is not None]
         return RequestOutput(
@@ -353,7 +355,10 @@ class _Request:
             finished=self.finished,
             seed=choices[0].facts.seed,
             times=RequestTimes(
-                choices[0].arrival_s, min(firsts, default=None), max(lasts, default=None)
+                choices[0].arrival_s,
+                min(starts, default=None),
+                min(firsts, default=None),
+                max(lasts, default=None),
             ),
         )
 

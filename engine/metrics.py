@@ -1,7 +1,11 @@
 """What the engine has done and how it stands: counts from the device, times from the host.
 
-Times are those of finished requests, seconds. TTFT: arrival to first token; TPOT: time per output
-token after the first; end to end: arrival to last token.
+Times are seconds on the host, of the last `KEPT` finished requests and dispatches. TTFT: arrival
+to first token; TPOT: time per output token after the first; end to end: arrival to last token;
+queue: arrival to the start of the dispatch that first computed a token of it. Tokens are seen
+when their dispatch is read, so all of these are exact to a dispatch. A dispatch lasts from when
+it was sent, or from when the one before it was read if that is later, until it is read:
+dispatches never overlap, and their sum is the time in which there was work.
 """
 
 from collections import Counter, deque
@@ -13,7 +17,7 @@ import numpy as np
 from engine.outputs import RequestTimes
 from engine.state import RUNNING, BatchState
 
-KEPT = 10_000  # finished requests whose times are remembered
+KEPT = 10_000  # finished requests, and dispatches, whose times are remembered
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Pages count without the trash page. `kv_waste` is the unused share of held positions."""
+    """Pages count without the trash page. `kv_waste` is the unused share of held positions.
+
+    `prompt_tokens` and `output_tokens` are those of finished requests. `output_tok_per_s` counts
+    all output tokens, over the time in which there was work.
+    """
 
     running: int
     waiting: int
@@ -44,11 +52,20 @@ class Metrics:
     page_copies: int
     rounds: int
     finish_reasons: dict[str, int]
+    queue_s: Summary | None
     ttft_s: Summary | None
     tpot_s: Summary | None
     end_to_end_s: Summary | None
+    dispatch_s: Summary | None
+    round_s: Summary | None
+    output_tok_per_s: float
     compiled_programs: int
     compile_s: float
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the admitted requests' tokens that the prefix cache held."""
+        return self.prefix_hit_tokens / max(self.prefix_query_tokens, 1)
 
 
 @dataclass
@@ -67,6 +84,28 @@ class Finished:
         self.times.append((times, output_tokens))
 
 
+@dataclass
+class Steps:
+    """Collects dispatches as they come back."""
+
+    dispatch_s: deque = field(default_factory=lambda: deque(maxlen=KEPT))
+    round_s: deque = field(default_factory=lambda: deque(maxlen=KEPT))
+    output_tokens: int = 0
+    busy_s: float = 0.0
+    returned_s: float = float("-inf")
+
+    def add(self, sent_s: float, returned_s: float, rounds: int, output_tokens: int) -> float:
+        """When the dispatch started. One without a round of a live request is not counted."""
+        start_s = max(sent_s, self.returned_s)
+        self.returned_s = returned_s
+        if rounds:
+            self.dispatch_s.append(returned_s - start_s)
+            self.round_s.append((returned_s - start_s) / rounds)
+            self.output_tokens += output_tokens
+            self.busy_s += returned_s - start_s
+        return start_s
+
+
 def summary(values: Iterable[float]) -> Summary | None:
     values = list(values)
     if not values:
@@ -79,6 +118,7 @@ def collect(
     state: BatchState,
     counters: dict[str, int],
     finished: Finished,
+    steps: Steps,
     *,
     queued: int,
     compiled_programs: int,
@@ -108,9 +148,13 @@ def collect(
         page_copies=counters["page_copies"],
         rounds=counters["rounds"],
         finish_reasons=dict(finished.reasons),
+        queue_s=summary(t.started_s - t.arrival_s for t, _ in done),
         ttft_s=summary(t.first_token_s - t.arrival_s for t, _ in done),
         tpot_s=summary((t.last_token_s - t.first_token_s) / (n - 1) for t, n in done if n > 1),
         end_to_end_s=summary(t.last_token_s - t.arrival_s for t, _ in done),
+        dispatch_s=summary(steps.dispatch_s),
+        round_s=summary(steps.round_s),
+        output_tok_per_s=steps.output_tokens / steps.busy_s if steps.busy_s else 0.0,
         compiled_programs=compiled_programs,
         compile_s=compile_s,
     )

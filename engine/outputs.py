@@ -31,9 +31,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Seconds on the host's monotonic clock."""
+    """Seconds on the host's monotonic clock, None for what never came.
+
+    `started_s` is the start of the dispatch that first computed a token of the request, which is
+    when it was sent or, if the dispatch before it was read later than that, then.
+    """
 
     arrival_s: float
+    started_s: float | None
     first_token_s: float | None
     last_token_s: float | None
 
