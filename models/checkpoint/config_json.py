@@ -7,7 +7,6 @@ config)) == config`, and text that names another class or field is refused.
 """
 
 import json
-import zlib
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -73,21 +72,3 @@ def read_saved(directory: Path) -> Saved:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; save the model again") from error
     return saved
-
-
-def checksum(file: Path) -> str:
-    """Length and CRC-32 of a file: orbax itself does not notice a changed byte of an array."""
-    value, size_bytes = 0, 0
-    with file.open("rb") as data:
-        while chunk := data.read(1 << 22):
-            value, size_bytes = zlib.crc32(chunk, value), size_bytes + len(chunk)
-    return f"{size_bytes}-{value:08x}"
-
-
-def check_files(directory: Path, saved: Saved) -> None:
-    for name, expected in saved.checksums.items():
-        file = directory / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing; save the model again")
-        if checksum(file) != expected:
-            raise ValueError(f"{file} was changed or cut off since it was saved; save it again")
