@@ -1,0 +1,149 @@
+"""The record of an engine: every dispatch with all that went in and the tokens that came out.
+
+A file of JSON lines. The first is a header: identity of the engine, versions, and what the caller
+says about the model. Each further line is one dispatch: arrivals (prompt, settings, drawn seed),
+uids to abort (a choice whose text holds a stop string ends so), forks, rounds, token budget,
+and `emitted`, one [round, uid, token, reason] per token or end. Nothing depends on time: the same
+dispatches sent again give the same tokens. A line is written when its dispatch has come back.
+"""
+
+import json
+import platform
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from engine.choice_json import decode_request, dumps, encode_request
+from engine.dispatch import Dispatch, Fork
+from engine.sampling_rows import SamplingLimits
+from engine.schedule import Emission
+from engine.state import NO_UID, EngineConfig
+
+FORMAT = 1
+
+Event = tuple[int, int, int, int]  # round of the dispatch, uid, token or NO_TOKEN, reason
+
+
+class FileRecorder:
+    """A `Recorder` that writes a record; `about` says what the engine cannot: the model's name.
+
+    An existing file is replaced. Every line is flushed, so a record ends where its process did.
+    """
+
+    def __init__(self, path: str | Path, about: Mapping[str, Any] | None = None):
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the engine
+        self._about = dict(about or {})
+        self._sent: deque[Dispatch] = deque()
+
+    def begins(self, identity: dict[str, Any]) -> None:
+        versions = {"python": platform.python_version(), "jax": jax.__version__}
+        device = jax.local_devices()[0].device_kind
+        header = {"format": FORMAT, "about": self._about, "identity": identity}
+        self._write(header | {"versions": versions, "device": device})
+
+    def sent(self, dispatch: Dispatch) -> None:
+        self._sent.append(dispatch)
+
+    def returned(self, emitted: Emission) -> None:
+        dispatch = self._sent.popleft()
+        self._write(
+            {
+                "arrivals": [encode_request(choice) for choice in dispatch.arrivals],
+                "aborts": dispatch.aborts,
+                "forks": [list(fork) for fork in dispatch.forks],
+                "rounds": dispatch.rounds,
+                "budget": dispatch.budget,
+                "emitted": events_of(emitted),
+            }
+        )
+
+    def _write(self, value: Any) -> None:
+        self._file.write(dumps(value) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def events_of(emitted: Emission) -> list[Event]:
+    """Tokens and ends of a dispatch in the order of rounds and rows."""
+    token_QR, uid_QR, reason_QR = map(
+        np.asarray, (emitted.token_R, emitted.uid_R, emitted.reason_R)
+    )
+    happened = (uid_QR != NO_UID) & ((token_QR >= 0) | (reason_QR > 0))
+    return [
+        (int(q), int(uid_QR[q, r]), int(token_QR[q, r]), int(reason_QR[q, r]))
+        for q, r in np.argwhere(happened)
+    ]
+
+
+@dataclass(frozen=True)
+class Record:
+    about: dict[str, Any]
+    identity: dict[str, Any]
+    versions: dict[str, str]
+    device: str
+    config: EngineConfig
+    limits: SamplingLimits
+    dispatches: list[Dispatch]
+    emitted: list[list[Event]]
+
+
+def read_record(path: str | Path) -> Record:
+    """ValueError names the line that is damaged."""
+    lines = Path(path).read_bytes().splitlines()
+    if not lines:
+        raise ValueError(f"{path} is empty, not a record")
+    number = 1
+    try:
+        header = json.loads(lines[0])
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']!r}, this version reads {FORMAT}")
+        identity = header["identity"]
+        record = Record(
+            dict(header["about"]),
+            identity,
+            header["versions"],
+            header["device"],
+            EngineConfig(**identity["engine"]),
+            SamplingLimits(**identity["limits"]),
+            [],
+            [],
+        )
+        uids: set[int] = set()
+        while number < len(lines):
+            number += 1
+            value = json.loads(lines[number - 1])
+            arrivals = [decode_request(request, 0.0) for request in value["arrivals"]]
+            forks = [Fork(*fork) for fork in value["forks"]]
+            dispatch = Dispatch(arrivals, value["aborts"], value["rounds"], value["budget"], forks)
+            uids |= {choice.uid for choice in arrivals}
+            _check(dispatch, record.config)
+            record.dispatches.append(dispatch)
+            record.emitted.append([_event(event, uids) for event in value["emitted"]])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number}, is no line of a record: {error!r}") from error
+    return record
+
+
+def _check(dispatch: Dispatch, config: EngineConfig) -> None:
+    """What an engine relies on."""
+    tokens = sum(len(choice.prompt_ids) for choice in dispatch.arrivals)
+    room = len(dispatch.arrivals) <= config.inbox_size and tokens <= config.inbox_tokens
+    room &= len(dispatch.aborts) <= config.inbox_size and len(dispatch.forks) <= config.max_num_seqs
+    if not room:
+        raise ValueError("more arrivals, aborts or forks than the engine's inbox holds")
+    if not 1 <= dispatch.budget <= config.token_budget or dispatch.rounds < 1:
+        raise ValueError(f"{dispatch.rounds} rounds with a budget of {dispatch.budget}")
+
+
+def _event(values: Iterable[int], uids: set[int]) -> Event:
+    q, uid, token, reason = values
+    if uid not in uids:
+        raise ValueError(f"a token of request {uid}, which never arrived")
+    return q, uid, token, reason
