@@ -1,18 +1,29 @@
 """What the engine keeps on the host: choices while they are out, dispatches on their way.
 
 A request of `n` outputs is `n` choices. A `Dispatch` is all that one call of the device is told. A
-`Snapshot` is all that changes while an engine serves: with it, an engine of the same identity goes on
-as if it were the first.
+`Snapshot` is all that changes while an engine serves: another engine of the same identity goes on
+from it as if it were the first.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
 
 from engine.outputs import RequestTimes
 from engine.sampling_params import SamplingParams
-from engine.sampling_rows import RowFacts
+from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row
 from engine.schedule import Emission
-from engine.state import BatchState
+from engine.state import (
+    NO_TOKEN,
+    NO_UID,
+    BatchState,
+    EngineConfig,
+    Inbox,
+    empty_requests,
+    no_forks,
+)
 
 
 @dataclass
@@ -52,14 +63,25 @@ class Update:
     num_new: int
 
 
+class Fork(NamedTuple):
+    """One entry of `engine.state.Forks`."""
+
+    to_uid: int
+    from_uid: int
+    length: int
+    token: int = NO_TOKEN
+
+
 @dataclass(frozen=True)
 class Dispatch:
-    """All that one call of the device gets to know: arrivals, uids to abort, and how to run."""
+    """All that one call of the device gets to know: arrivals, uids to abort, how to run, and what a
+    search decided."""
 
     arrivals: list[Choice]
     aborts: list[int]
     rounds: int
     budget: int
+    forks: list[Fork] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,3 +118,30 @@ class Snapshot:
     out: list[int]
     aborts: list[int]
     next_uid: int
+
+
+def make_inbox(config: EngineConfig, limits: SamplingLimits, dispatch: Dispatch) -> Inbox:
+    """A dispatch as arrays of fixed size; it must fit."""
+    A = config.inbox_size
+    rows = empty_rows(A, limits)
+    requests = jax.tree.map(np.array, empty_requests(A, config.max_stop_ids, rows))
+    tokens_Y, start_A, used = np.zeros(config.inbox_tokens, np.int32), np.zeros(A, np.int32), 0
+    for a, choice in enumerate(dispatch.arrivals):
+        for name in ("uid", "max_len", "priority", "parent_uid", "salt"):
+            getattr(requests, name)[a] = getattr(choice, name)
+        asks = choice.params.prompt_logprobs is not None and choice.index == 0
+        requests.score_prompt[a] = asks
+        requests.stop_ids[a, : len(choice.stop_ids)] = choice.stop_ids
+        length = len(choice.prompt_ids)
+        requests.prompt_len[a], start_A[a] = length, used
+        tokens_Y[used : used + length] = choice.prompt_ids
+        used += length
+        fill_row(requests.sampling, a, choice.params, choice.facts, limits)
+    abort_A = np.full(A, NO_UID, np.int32)
+    abort_A[: len(dispatch.aborts)] = dispatch.aborts
+    forks_F = jax.tree.map(np.array, no_forks(config.max_num_seqs))
+    for f, fork in enumerate(dispatch.forks):
+        entry = forks_F.to_uid_F, forks_F.from_uid_F, forks_F.length_F, forks_F.token_F
+        for array, value in zip(entry, fork, strict=True):
+            array[f] = value
+    return Inbox(requests, tokens_Y, start_A, abort_A, forks_F)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.dispatch import Choice, Dispatch, Recorder, Sent, Snapshot, Update
+from engine.dispatch import Choice, Dispatch, Fork, Recorder, Sent, Snapshot, Update, make_inbox
 from engine.identity import identity
 from engine.interrupts import interrupts_held_back
 from engine.metrics import Finished, Metrics, Steps, collect
@@ -31,8 +31,6 @@ from engine.state import (
     REASONS,
     BatchState,
     EngineConfig,
-    Inbox,
-    empty_requests,
     init_state,
 )
 from engine.step import PromptScores, StepModel, advance
@@ -63,15 +61,16 @@ class Engine:
         self._state = self.empty_state()
         self._programs: dict[int, jax.stages.Compiled] = {}
         self.compile_s = 0.0
-        self._clock = clock
+        self.clock = clock
         self._finished, self._steps = Finished(), Steps()
         self._next_uid = 0
         self._queue: deque[Choice] = deque()
         self._out: dict[int, Choice] = {}
         self._requests: dict[str, list[Choice]] = {}
         self._aborts: list[int] = []
+        self._forks: list[Fork] = []
         self._in_flight: deque[Sent] = deque()
-        self._recorder = recorder
+        self.recorder = recorder
         if recorder is not None:
             recorder.begins(self.identity())
 
@@ -95,13 +94,15 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use; give each request its own")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {params!r}")
-        for name, value, low in (("priority", priority, -(2**31)), ("cache_salt", salt, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
-                raise ValueError(f"{name} must be an integer in {low} .. 2**31-1, got {value!r}")
         prompt_ids = list(prompt_ids)
-        max_len = self._check(prompt_ids, params)
-        stop_ids = stop_ids_of(params, self.eos_token_ids, self.limits)
+        max_len = self.check(prompt_ids, params, priority=priority, salt=salt)
+        stop_ids = stop_ids_of(
+            params, self.eos_token_ids, self.limits.vocab_size, self.config.max_stop_ids
+        )
         seed = params.seed if params.seed is not None else secrets.randbits(32)
+        if params.prompt_logprobs is not None:
+            # Its whole prompt must be computed: with a salt of its own it finds no cached pages.
+            salt = -1 - self._next_uid
         choices, parent = [], NO_UID
         for index in range(params.n):
             choices.append(
@@ -117,11 +118,13 @@ class Engine:
                     salt=salt,
                     max_len=max_len,
                     parent_uid=parent,
-                    arrival_s=self._clock(),
+                    arrival_s=self.clock(),
                 )
             )
             self._next_uid += 1
             parent = choices[0].uid
+        if params.prompt_logprobs is not None:  # asked once, whatever n
+            choices[0].prompt_scores = [None] * len(prompt_ids)
         # Filled here so that a setting that cannot be carried out is refused before it is queued.
         fill_row(empty_rows(1, self.limits), 0, params, choices[0].facts, self.limits)
         self._requests[request_id] = choices
@@ -146,6 +149,17 @@ class Engine:
             self._aborts.append(choice.uid)
         self._close(choice, reason)
 
+    def fork(self, forks: Sequence[Fork]) -> None:
+        """Let choices go on from one another's histories at the next dispatch.
+
+        Only between steps in lockstep: no dispatch may be on its way.
+        """
+        self._forks += forks
+
+    def has_slot(self, choice: Choice) -> bool:
+        """Whether the choice was sent and has not ended."""
+        return choice.uid in self._out
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
@@ -168,7 +182,13 @@ class Engine:
             compile_s=self.compile_s,
         )
 
-    def _check(self, prompt_ids: list[int], params: SamplingParams) -> int:
+    def check(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: int = 0
+    ) -> int:
+        """Tokens a request may reach; ValueError if it can never run."""
+        for name, value, low in (("priority", priority, -(2**31)), ("cache_salt", salt, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+                raise ValueError(f"{name} must be an integer in {low} .. 2**31-1, got {value!r}")
         config, length = self.config, len(prompt_ids)
         if not prompt_ids:
             raise ValueError("the prompt is empty; give at least one token")
@@ -193,10 +213,17 @@ class Engine:
 
     # ---- dispatch ------------------------------------------------------------------------------
 
-    def step(self) -> list[Update]:
-        """Dispatch once and return the news of the oldest dispatch that is due."""
+    def step(self, *, lockstep: bool = False) -> list[Update]:
+        """Dispatch once and return the news of the oldest dispatch that is due.
+
+        In lockstep a dispatch is one round, and nothing is left on its way.
+        """
         if self._queue or self._out or self._aborts:
-            self._dispatch()
+            self._dispatch(1 if lockstep else self.rounds)
+        if lockstep:
+            news = [self._collect(sent) for sent in self._in_flight]
+            self._in_flight.clear()
+            return [update for updates in news for update in updates]
         due = len(self._in_flight) > (1 if self.overlap and self._out else 0)
         return self._collect(self._in_flight.popleft()) if due else []
 
@@ -214,28 +241,35 @@ class Engine:
     def _step(self, budget: int) -> Callable:
         return partial(advance, replace(self.config, token_budget=budget), self.model)
 
+    def _arguments(self, budget: int) -> tuple:
+        nothing = Dispatch([], [], rounds=1, budget=budget)
+        inbox = make_inbox(self.config, self.limits, nothing)
+        return self._params, self._cache, self._state, inbox, jnp.int32(1)
+
     def _program(self, budget: int) -> jax.stages.Compiled:
         if budget not in self._programs:
-            start = self._clock()
-            arguments = (self._params, self._cache, self._state, self._inbox(), jnp.int32(1))
-            lowered = jax.jit(self._step(budget), donate_argnums=(1, 2)).lower(*arguments)
+            start = self.clock()
+            step = jax.jit(self._step(budget), donate_argnums=(1, 2))
+            lowered = step.lower(*self._arguments(budget))
             self._programs[budget] = lowered.compile()
-            self.compile_s += self._clock() - start
+            self.compile_s += self.clock() - start
         return self._programs[budget]
 
-    def _dispatch(self) -> None:
+    def _dispatch(self, rounds: int) -> None:
         unanswered = (c for c in (*self._out.values(), *self._queue) if not c.token_ids)
         waiting = sum(len(c.prompt_ids) for c in unanswered)
-        rounds = 1 if waiting else self.rounds  # a first token is shown as soon as it is there
+        rounds = 1 if waiting else rounds  # a first token is shown as soon as it is there
         budget = next((b for b in self.budgets if b >= waiting), self.config.token_budget)
         self._program(budget)  # compiling may be interrupted, what follows may not
         with interrupts_held_back():
             aborts = self._aborts[: self.config.inbox_size]
-            dispatch = Dispatch(self._arrivals(), aborts, rounds, budget)
-            self._aborts = self._aborts[self.config.inbox_size :]
-            sent_s = self._clock()
+            dispatch = Dispatch(self._arrivals(), aborts, rounds, budget, self._forks)
+            self._aborts, self._forks = self._aborts[self.config.inbox_size :], []
+            sent_s = self.clock()
             emitted = self.send(dispatch)
             self._in_flight.append(Sent(sent_s, budget, emitted))
+        if not self._prompts_asked():
+            emitted = emitted.replace(extra=emitted.extra.replace(prompt=None))
         for array in jax.tree.leaves(emitted):
             array.copy_to_host_async()
 
@@ -244,7 +278,7 @@ class Engine:
 
         `step` decides and reads; a replay calls this alone.
         """
-        inbox = self._inbox(dispatch.arrivals, dispatch.aborts)
+        inbox = make_inbox(self.config, self.limits, dispatch)
         program = self._program(dispatch.budget)
         # The donated state is gone once the program is called: between the call and the assignment
         # an interrupt would leave the engine without one.
@@ -252,8 +286,8 @@ class Engine:
             self._cache, self._state, emitted = program(
                 self._params, self._cache, self._state, inbox, jnp.int32(dispatch.rounds)
             )
-        if self._recorder is not None:
-            self._recorder.sent(dispatch)
+        if self.recorder is not None:
+            self.recorder.sent(dispatch)
         return emitted
 
     def _arrivals(self) -> list[Choice]:
@@ -272,35 +306,17 @@ class Engine:
             chosen.append(choice)
         return chosen
 
-    def _inbox(self, choices: Sequence[Choice] = (), aborts: Sequence[int] = ()) -> Inbox:
-        config, A = self.config, self.config.inbox_size
-        rows = empty_rows(A, self.limits)
-        requests = jax.tree.map(np.array, empty_requests(A, config.max_stop_ids, rows))
-        tokens_Y, start_A, used = np.zeros(config.inbox_tokens, np.int32), np.zeros(A, np.int32), 0
-        for a, choice in enumerate(choices):
-            for name in ("uid", "max_len", "priority", "parent_uid", "salt"):
-                getattr(requests, name)[a] = getattr(choice, name)
-            requests.score_prompt[a] = choice.prompt_scores is not None
-            requests.stop_ids[a, : len(choice.stop_ids)] = choice.stop_ids
-            length = len(choice.prompt_ids)
-            requests.prompt_len[a], start_A[a] = length, used
-            tokens_Y[used : used + length] = choice.prompt_ids
-            used += length
-            fill_row(requests.sampling, a, choice.params, choice.facts, self.limits)
-        abort_A = np.full(A, NO_UID, np.int32)
-        abort_A[: len(aborts)] = aborts
-        return Inbox(requests=requests, tokens_Y=tokens_Y, start_A=start_A, abort_A=abort_A)
-
     def _collect(self, sent: Sent) -> list[Update]:
         emitted = sent.emitted
-        if self._recorder is not None:
-            self._recorder.returned(emitted)
+        if self.recorder is not None:
+            self.recorder.returned(emitted)
         token_QR, uid_QR, reason_QR = map(
             np.asarray, (emitted.token_R, emitted.uid_R, emitted.reason_R)
         )
-        extra = jax.tree.map(np.asarray, emitted.extra)
-        self._collect_prompts(extra.prompt)
-        now_s = self._clock()
+        sampled = jax.tree.map(np.asarray, emitted.extra.sampled)
+        if self._prompts_asked():
+            self._collect_prompts(emitted.extra.prompt)
+        now_s = self.clock()
         live_QR = np.isin(uid_QR, list(self._out))  # others were aborted during the dispatch
         rounds, tokens = live_QR.any(axis=1).sum(), (live_QR & (token_QR >= 0)).sum()
         start_s = self._steps.add(sent.sent_s, now_s, int(rounds), int(tokens))
@@ -311,7 +327,7 @@ class Engine:
                 choice.started_s = start_s
             if token_QR[q, r] >= 0:
                 choice.token_ids.append(int(token_QR[q, r]))
-                choice.extras.append(jax.tree.map(lambda x: x[q, r], extra.sampled))  # noqa: B023
+                choice.extras.append(jax.tree.map(lambda x: x[q, r], sampled))  # noqa: B023
                 if choice.first_token_s is None:
                     choice.first_token_s = now_s
                 choice.last_token_s = now_s
@@ -323,9 +339,12 @@ class Engine:
                 self._close(choice, REASONS[reason_QR[q, r]])
         return list(news.values())
 
-    def _collect_prompts(self, prompt: PromptScores | None) -> None:
-        if prompt is None:
-            return
+    def _prompts_asked(self) -> bool:
+        """Whether scores of prompts may be on their way; nobody reads them otherwise."""
+        return any(c.prompt_scores and not c.token_ids for c in self._out.values())
+
+    def _collect_prompts(self, prompt: PromptScores) -> None:
+        prompt = jax.tree.map(np.asarray, prompt)
         for q, t in np.argwhere(prompt.uid_T != NO_UID):
             choice = self._out.get(int(prompt.uid_T[q, t]))
             if choice is not None:
@@ -352,8 +371,7 @@ class Engine:
 
     def emission_like(self, budget: int) -> Emission:
         """Shapes of what a dispatch of this budget brings."""
-        arguments = (self._params, self._cache, self._state, self._inbox(), jnp.int32(1))
-        return jax.eval_shape(self._step(budget), *arguments)[2]
+        return jax.eval_shape(self._step(budget), *self._arguments(budget))[2]
 
     def snapshot(self) -> Snapshot:
         return Snapshot(

@@ -1,28 +1,32 @@
 """`LLM`: the front door. A model by name, prompts in, texts out, one engine underneath."""
 
-import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from engine import beam_search, checkpoint
+from engine.beam_search import BeamSearchOutput, BeamSearchParams
+from engine.dispatch import Choice
 from engine.engine import Engine
 from engine.metrics import Metrics
 from engine.network import NetworkModel
-from engine.outputs import RequestOutput, RequestTimes
+from engine.outputs import Logprob, RequestOutput, RequestTimes
 from engine.platform import (
     enable_compilation_cache,
     free_memory_bytes,
     min_matmul_rows,
     resolve_dtype,
 )
+from engine.recording import FileRecorder
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import SamplingLimits, bad_word_ids_of
 from engine.state import EngineConfig
-from engine.text import TextChoice
+from engine.text import TextChoice, logprobs_by_id
 from engine.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint.load import load_model
 from models.checkpoint.registry import resolve
@@ -43,10 +47,12 @@ class EngineArgs:
     num_pages               pages of the cache; None: what `max_num_seqs` full requests need, or
                             `gpu_memory_utilization` of the device's free memory if that is less
     max_num_batched_tokens  prompt tokens computed per round
+    max_logprobs            best log-probabilities a request may ask for per token
     scheduling_policy       continuous, or static (admit only when nothing runs)
     steps_per_dispatch      rounds the device runs before the host looks
     overlap                 dispatch before the previous dispatch's tokens are read
     attention_impl          auto, or an implementation of ragged paged attention
+    record                  file to write the record of every dispatch to
     """
 
     max_num_seqs: int = 8
@@ -56,14 +62,17 @@ class EngineArgs:
     page_size: int = 16
     max_num_batched_tokens: int = 256
     enable_prefix_caching: bool = True
+    max_logprobs: int = 20
     scheduling_policy: str = "continuous"
     steps_per_dispatch: int = 4
     overlap: bool = True
     attention_impl: str = "auto"
+    record: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "steps_per_dispatch"):
             _whole(name, getattr(self, name))
+        _whole("max_logprobs", self.max_logprobs, least=0)
         for name in ("max_model_len", "num_pages"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
@@ -74,11 +83,11 @@ class EngineArgs:
             )
 
 
-def _whole(name: str, value: object) -> None:
+def _whole(name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 class LLM:
@@ -104,7 +113,7 @@ class LLM:
         path = resolve(model)
         config, params = load_model(path, resolve_dtype(dtype))
         loaded = load_tokenizer(resolve(tokenizer) if tokenizer else path)
-        self._setup(config, params, loaded, args)
+        self._setup(config, params, loaded, args, model)
 
     @classmethod
     def from_params(
@@ -119,10 +128,12 @@ class LLM:
         Without a tokenizer prompts are token ids and outputs have no text.
         """
         self = cls.__new__(cls)
-        self._setup(config, params, tokenizer, EngineArgs(**engine_args))
+        self._setup(config, params, tokenizer, EngineArgs(**engine_args), config.family)
         return self
 
-    def _setup(self, config, params, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
+    def _setup(
+        self, config, params, tokenizer: Tokenizer | None, args: EngineArgs, name: str
+    ) -> None:
         max_model_len = args.max_model_len
         if max_model_len is None:
             max_model_len = min(config.max_position, 4096)
@@ -148,22 +159,25 @@ class LLM:
             enable_prefix_caching=args.enable_prefix_caching,
             policy=args.scheduling_policy,
         )
-        limits = SamplingLimits(
-            vocab_size=config.vocab_size, max_stop_ids=engine_config.max_stop_ids
-        )
-        network = NetworkModel(config, limits, dtype, args.attention_impl, min_matmul_rows(dtype))
+        limits = SamplingLimits(vocab_size=config.vocab_size, max_logprobs=args.max_logprobs)
+        recorder = None
+        if args.record is not None:
+            about = {"model": name, "dtype": dtype.name, "attention_impl": args.attention_impl}
+            recorder = FileRecorder(args.record, about)
         eos = set(config.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
-        self.engine = Engine(
-            engine_config,
-            network,
+        self.engine = network_engine(
+            config,
             params,
-            init_cache(specs, num_pages, args.page_size, dtype),
+            engine_config,
             limits,
+            args.attention_impl,
             eos_token_ids=sorted(eos),
             rounds=args.steps_per_dispatch,
             overlap=args.overlap,
+            recorder=recorder,
         )
-        self._request_ids = map(str, itertools.count())
+        self._next_request = 0
+        self._open: dict[str, _Request] = {}  # whose last output nobody has been given yet
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -212,6 +226,45 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(m, **template) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def save_state(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Save everything as it stands between two outputs of `stream`; nothing is disturbed."""
+        prompts = {request_id: request.prompt for request_id, request in self._open.items()}
+        choices = {id_: [text.choice for text in r.texts] for id_, r in self._open.items()}
+        note = {"prompts": prompts, "next_request": self._next_request}
+        checkpoint.save(self.engine, path, also=choices, note=note, overwrite=overwrite)
+
+    def resume(self, path: str | Path) -> "Stream":
+        """Go on from `save_state` in an idle engine of the same model and settings.
+
+        Yields like `stream`, for all requests that were out; the first news of each choice brings
+        its text from the beginning.
+        """
+        choices, note = checkpoint.load(self.engine, path)
+        self._next_request = note["next_request"]
+        self._open = {
+            id_: self._request(prompt, choices[id_]) for id_, prompt in note["prompts"].items()
+        }
+        return Stream(self, dict(self._open))
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The best `params.beam_width` continuations of each prompt, in the prompts' order."""
+        prompts = [self._encode(prompt) for prompt in _as_list(prompts)]
+        found: dict[int, BeamSearchOutput] = {}
+        with tqdm(total=len(prompts), desc="searches", disable=not use_tqdm) as bar:
+            requests = [(ids, salt) for _, ids, salt in prompts]
+            for i, sequences in beam_search.run(self.engine, requests, params, self._request_id):
+                for sequence in sequences if self.tokenizer else ():
+                    sequence.text = self.tokenizer.decode(sequence.tokens, False)
+                found[i] = BeamSearchOutput(sequences)
+                bar.update()
+        return [found[i] for i in range(len(prompts))]
+
     def get_metrics(self) -> Metrics:
         """Counts since the start, how full the cache is now, and the latencies of finished requests
         and of dispatches (mean, P50, P95, P99); see `Metrics`."""
@@ -234,7 +287,7 @@ class LLM:
         complete = False
         try:
             for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-                request_id = next(self._request_ids)
+                request_id = self._request_id()
                 try:
                     requests[request_id] = self._add(
                         request_id, prompt, params, 0 if priority is None else priority[i]
@@ -246,6 +299,10 @@ class LLM:
             if not complete:
                 self._abort(requests)
         return requests
+
+    def _request_id(self) -> str:
+        self._next_request += 1
+        return str(self._next_request - 1)
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int):
         if not isinstance(params, SamplingParams):
@@ -265,8 +322,12 @@ class LLM:
         choices = self.engine.add_request(
             request_id, ids, params, priority=priority, salt=salt, bad_word_ids=bad_words
         )
+        self._open[request_id] = self._request(text, choices)
+        return self._open[request_id]
+
+    def _request(self, prompt: str | None, choices: Sequence[Choice]) -> "_Request":
         texts = [TextChoice(choice, self.tokenizer) for choice in choices]
-        return _Request(text, texts)
+        return _Request(prompt, texts, self.tokenizer)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], int]:
         """(text, ids, salt) of a text, token ids, or a mapping with `prompt` or
@@ -295,22 +356,28 @@ class LLM:
     def _serve(self, requests: dict[str, "_Request"]):
         try:
             active = [(id_, text) for id_, r in requests.items() for text in r.texts]
-            while active:
-                self.engine.step()
-                # Not the step's own news: another iterator may have read what is ours.
+            while True:
+                # Not a step's own news: another iterator may have read what is ours.
                 for request_id, text in active:
                     if not text.has_news:
                         continue
                     delta = text.take()
                     if text.output.finish_reason and text.choice.finish_reason is None:
                         self.engine.end(text.choice, "stop")
-                    yield requests[request_id].output(request_id), {text.choice.index: delta}
+                    output = requests[request_id].output(request_id)
+                    if output.finished:
+                        del self._open[request_id]
+                    yield output, {text.choice.index: delta}
                 active = [item for item in active if not item[1].output.finish_reason]
+                if not active:
+                    return
+                self.engine.step()
         finally:
             self._abort(requests)
 
     def _abort(self, requests: dict[str, "_Request"]) -> None:
-        for request in requests.values():
+        for request_id, request in requests.items():
+            self._open.pop(request_id, None)
             for text in request.texts:
                 if text.choice.finish_reason is None:
                     self.engine.end(text.choice, "abort")
@@ -335,8 +402,21 @@ class Stream(Iterator):
 
 
 class _Request:
-    def __init__(self, prompt: str | None, texts: list[TextChoice]):
-        self.prompt, self.texts = prompt, texts
+    def __init__(self, prompt: str | None, texts: list[TextChoice], tokenizer: Tokenizer | None):
+        self.prompt, self.texts, self._tokenizer = prompt, texts, tokenizer
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        choice = self.texts[0].choice
+        scores = choice.prompt_scores
+        if self._prompt_logprobs is None and scores and None not in scores[1:]:
+            wanted = choice.params.prompt_logprobs
+            self._prompt_logprobs = [
+                None if row is None else logprobs_by_id(row, wanted, self._tokenizer)
+                for row in scores
+            ]
+        return self._prompt_logprobs
 
     @property
     def finished(self) -> bool:
@@ -360,7 +440,24 @@ class _Request:
                 min(firsts, default=None),
                 max(lasts, default=None),
             ),
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def network_engine(
+    config: ModelConfig,
+    params: ModelParams,
+    engine_config: EngineConfig,
+    limits: SamplingLimits,
+    attention_impl: str = "auto",
+    **options: Any,
+) -> Engine:
+    """An engine that runs a network; `options` are those of `Engine`."""
+    dtype = params.embed_VD.dtype
+    network = NetworkModel(config, limits, dtype, attention_impl, min_matmul_rows(dtype))
+    specs, pages = cache_specs(config), engine_config.num_pages
+    cache = init_cache(specs, pages, engine_config.page_size, dtype)
+    return Engine(engine_config, network, params, cache, limits, **options)
 
 
 def _num_pages(args: EngineArgs, specs, dtype, max_model_len: int) -> int:

@@ -1,16 +1,23 @@
-"""A network as the engine's `StepModel`: forward over the paged cache, then the sampler."""
+"""A network as the engine's `StepModel`: forward over the paged cache, then the sampler.
+
+A token's state is its hidden state after the final norm.
+"""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from engine.sampling import SamplingLimits, no_sample, sample
+from engine.logprobs import Logprobs, empty_logprobs, logprobs_of
+from engine.sampling import SamplingLimits, no_sample, real_columns, sample
+from engine.schedule import ceil_div
 from engine.step import RowView, Sampled
 from models.batch import RaggedBatch
 from models.config import ModelConfig
 from models.kv_cache import KVCache, copy_pages
 from models.model import ModelParams, forward, unembed
+
+SCORED_AT_ONCE = 32  # prompt tokens whose logits exist at the same time
 
 
 @dataclass(frozen=True)
@@ -26,21 +33,45 @@ class NetworkModel:
     def copy_pages(self, cache: KVCache, from_R: jax.Array, to_R: jax.Array) -> KVCache:
         return copy_pages(cache, from_R, to_R)
 
-    def no_rows(self, num_rows: int) -> jax.Array:
-        return jnp.zeros((num_rows, self.config.width), self.dtype)
+    def no_states(self, num_tokens: int) -> jax.Array:
+        return jnp.zeros((num_tokens, self.config.width), self.dtype)
 
     def run(
         self, params: ModelParams, cache: KVCache, batch: RaggedBatch
     ) -> tuple[KVCache, jax.Array, jax.Array]:
-        """Hidden state of each slot's last token, [R, D]; whether all of its states are finite."""
+        """Hidden states [T, D]; whether all of a slot's states are finite."""
         hidden_TD, cache = forward(
             self.config, params, cache, self._padded(batch), attention_impl=self.attention_impl
         )
-        last_R = jnp.maximum(batch.q_start_S + batch.q_len_S - 1, 0)
-        hidden_RD = hidden_TD.at[last_R].get(mode="clip")
-        unsound_T = ~jnp.all(jnp.isfinite(hidden_TD), axis=-1)[: batch.slot_T.shape[0]]
-        unsound_R = jnp.zeros(last_R.shape, bool).at[batch.slot_T].max(unsound_T, mode="drop")
-        return cache, hidden_RD, ~unsound_R
+        hidden_TD = hidden_TD[: batch.slot_T.shape[0]]
+        unsound_T = ~jnp.all(jnp.isfinite(hidden_TD), axis=-1)
+        unsound_R = (
+            jnp.zeros(batch.q_len_S.shape, bool).at[batch.slot_T].max(unsound_T, mode="drop")
+        )
+        return cache, hidden_TD, ~unsound_R
+
+    def no_scores(self, num_tokens: int) -> Logprobs:
+        return empty_logprobs(num_tokens, self.limits.max_logprobs)
+
+    def score(
+        self, params: ModelParams, hidden_TD: jax.Array, token_T: jax.Array, asked_T: jax.Array
+    ) -> Logprobs:
+        """Log-probabilities of the tokens asked for, a block of them at a time."""
+        num_tokens = token_T.shape[0]
+        size = max(min(SCORED_AT_ONCE, num_tokens), self.min_rows)
+        nth_T = jnp.where(asked_T, jnp.cumsum(asked_T) - 1, num_tokens)
+        row_N = jnp.full(num_tokens, num_tokens).at[nth_T].set(jnp.arange(num_tokens), mode="drop")
+
+        def score_block(i: jax.Array, found_T: Logprobs) -> Logprobs:
+            row_B = row_N.at[i * size + jnp.arange(size)].get(mode="fill", fill_value=num_tokens)
+            logits_BV = unembed(self.config, params, hidden_TD.at[row_B].get(mode="clip"))
+            logits_BV = real_columns(logits_BV, self.limits.vocab_size)
+            token_B = token_T.at[row_B].get(mode="clip")
+            found_B = logprobs_of(logits_BV, token_B, self.limits.max_logprobs)
+            return jax.tree.map(lambda x, y: x.at[row_B].set(y, mode="drop"), found_T, found_B)
+
+        blocks = ceil_div(jnp.sum(asked_T), size)
+        return jax.lax.fori_loop(0, blocks, score_block, self.no_scores(num_tokens))
 
     def no_sample(self, num_rows: int) -> Sampled:
         return no_sample(self.limits, num_rows)

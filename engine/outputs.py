@@ -45,6 +45,12 @@ class RequestTimes:
 
 @dataclass
 class RequestOutput:
+    """One prompt and its choices.
+
+    `prompt_logprobs`, if asked for, has one mapping from token id per prompt token, None for the
+    first one; it is None until the whole prompt is computed.
+    """
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -52,3 +58,4 @@ class RequestOutput:
     finished: bool
     seed: int
     times: RequestTimes | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -28,7 +28,7 @@ def sample(
 
     Not ok: NaN or +inf among the row's logits, or no token left that can be chosen.
     """
-    logits_RV = _real_columns(logits_RV.astype(jnp.float32), limits.vocab_size)
+    logits_RV = real_columns(logits_RV.astype(jnp.float32), limits.vocab_size)
     rows = _settings(limits, view, samples_R)
     edited_RV, sound_R = edit_logits(logits_RV, rows, view)
     position_R = view.num_tokens_R - view.requests_R.prompt_len
@@ -96,7 +96,7 @@ def _uniforms(seed_R2: jax.Array, choice_R: jax.Array, position_R: jax.Array) ->
     return jax.vmap(row)(seed_R2, choice_R, position_R)
 
 
-def _real_columns(logits_RV: jax.Array, vocab_size: int) -> jax.Array:
+def real_columns(logits_RV: jax.Array, vocab_size: int) -> jax.Array:
     """Columns beyond the vocabulary (padding of the table) cannot be chosen."""
     width = logits_RV.shape[-1]
     if vocab_size > width:

@@ -93,21 +93,21 @@ class SamplingParams:
         return self.temperature == 0
 
     def _check_numbers(self) -> None:
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off")
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "1 is off")
-        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, "0 is greedy")
-        _number("top_p", self.top_p, 0.0, 1.0, "1 is off", exclusive_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0, "0 is off")
-        _integer("top_k", self.top_k, -1, None, "0 or -1 is off")
-        _integer("n", self.n, 1, MAX_CHOICES, "send several requests for more")
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off")
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "1 is off")
+        check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, "0 is greedy")
+        check_number("top_p", self.top_p, 0.0, 1.0, "1 is off", exclusive_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0, "0 is off")
+        check_integer("top_k", self.top_k, -1, None, "0 or -1 is off")
+        check_integer("n", self.n, 1, MAX_CHOICES, "send several requests for more")
         if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**64 - 1, "None draws one")
+            check_integer("seed", self.seed, 0, 2**64 - 1, "None draws one")
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None, "None generates as many as fit")
-        _integer("min_tokens", self.min_tokens, 0, None, "0 is off")
+            check_integer("max_tokens", self.max_tokens, 1, None, "None generates as many as fit")
+        check_integer("min_tokens", self.min_tokens, 0, None, "0 is off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}; "
@@ -115,11 +115,11 @@ class SamplingParams:
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, None, "None is off")
+                check_integer(name, getattr(self, name), 0, None, "None is off")
         if self.truncate_prompt_tokens is not None:
             low = -1 if self.truncate_prompt_tokens == -1 else 1
             fix = "-1 keeps what the model takes, None is off"
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, low, None, fix)
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, low, None, fix)
 
     def _check_flags(self) -> None:
         for name in (
@@ -129,8 +129,7 @@ class SamplingParams:
             "spaces_between_special_tokens",
             "include_stop_str_in_output",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         if not self.spaces_between_special_tokens:
             raise ValueError(
                 "spaces_between_special_tokens=False is not supported; leave it True (text is what "
@@ -138,7 +137,12 @@ class SamplingParams:
             )
 
 
-def _integer(name: str, value: object, low: int, high: int | None, fix: str) -> None:
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_integer(name: str, value: object, low: int, high: int | None, fix: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}; {fix}")
     if value < low or (high is not None and value > high):
@@ -146,7 +150,7 @@ def _integer(name: str, value: object, low: int, high: int | None, fix: str) -> 
         raise ValueError(f"{name} must be {limit}, got {value}; {fix}")
 
 
-def _number(
+def check_number(
     name: str, value: object, low: float, high: float, fix: str, exclusive_low: bool = False
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -177,7 +181,7 @@ def _ids(name: str, value: object) -> tuple[int, ...] | None:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
     for token in value:
-        _integer(f"a token id of {name}", token, 0, MAX_TOKEN_ID, "use ids of the vocabulary")
+        check_integer(f"a token id of {name}", token, 0, MAX_TOKEN_ID, "use ids of the vocabulary")
     return tuple(dict.fromkeys(int(token) for token in value))
 
 
@@ -187,8 +191,10 @@ def _biases(value: object) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
     for token, bias in value.items():
-        _integer("a token id of logit_bias", token, 0, MAX_TOKEN_ID, "use ids of the vocabulary")
+        check_integer(
+            "a token id of logit_bias", token, 0, MAX_TOKEN_ID, "use ids of the vocabulary"
+        )
         if isinstance(bias, bool) or not isinstance(bias, Real) or bias != -math.inf:
             fix = "-inf forbids the token"
-            _number(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS, fix)
+            check_number(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS, fix)
     return {int(token): float(bias) for token, bias in value.items()}

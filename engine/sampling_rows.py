@@ -24,7 +24,6 @@ class SamplingLimits:
 
     vocab_size: int
     max_logprobs: int = 20
-    max_stop_ids: int = 8
     max_logit_bias: int = 64
     max_allowed_ids: int = 256
     max_bad_words: int = 32
@@ -33,7 +32,7 @@ class SamplingLimits:
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
-        for name in ("max_logprobs", "max_stop_ids", "max_logit_bias", "max_allowed_ids"):
+        for name in ("max_logprobs", "max_logit_bias", "max_allowed_ids"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.max_bad_words < 0 or self.max_bad_word_len < 1:
@@ -146,18 +145,18 @@ def fill_row(
 
 
 def stop_ids_of(
-    params: SamplingParams, eos_token_ids: Sequence[int], limits: SamplingLimits
+    params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int, max_stop_ids: int
 ) -> list[int]:
     """Ids that end the request: the model's (unless ignored) and its own, ascending."""
     own = params.stop_token_ids or ()
     eos = () if params.ignore_eos else eos_token_ids
     ids = sorted({*eos, *own})
-    _check_ids("the model's end-of-sequence ids", eos, limits.vocab_size, None)
-    _check_ids("stop_token_ids", own, limits.vocab_size, None)
-    if len(ids) > limits.max_stop_ids:
+    _check_ids("the model's end-of-sequence ids", eos, vocab_size, None)
+    _check_ids("stop_token_ids", own, vocab_size, None)
+    if len(ids) > max_stop_ids:
         raise ValueError(
             f"stop_token_ids and end-of-sequence ids are {len(ids)} together, the engine holds "
-            f"{limits.max_stop_ids}; use fewer or raise max_stop_ids"
+            f"{max_stop_ids}; use fewer or raise max_stop_ids"
         )
     return ids
 

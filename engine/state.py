@@ -9,6 +9,7 @@ Pages belong to the pool; a slot's row of the page table says which it holds. In
 - `refcount_P[p]` is the number of page table entries (within `num_pages_S`) that name page p;
 - the free queue holds exactly the pages with reference count 0, but never page 0;
 - a slot holds ceil(num_computed / C) pages after every round, or none when it waits;
+- a running slot whose every known token is computed is held: it runs nothing until a fork;
 - a published page's `content_PC` are the tokens whose keys it holds, and following `parent_P` to
   the root spells the whole history before it.
 """
@@ -97,6 +98,7 @@ class Requests:
     priority     lower runs first; ties by uid
     parent_uid   request whose prompt pages this one shares once computed, or -1
     salt         prefix pages are shared only between equal salts
+    score_prompt 1: the model scores the tokens of its prompt (log-probabilities)
     stop_ids     [., E] token ids that end the request (NO_TOKEN fills)
     sampling     pytree of per-request arrays, the sampler's own
     """
@@ -107,6 +109,7 @@ class Requests:
     priority: jax.Array
     parent_uid: jax.Array
     salt: jax.Array
+    score_prompt: jax.Array
     stop_ids: jax.Array
     sampling: object
 
@@ -176,6 +179,22 @@ class BatchState:
 
 
 @struct.dataclass
+class Forks:
+    """What a search decided. Request `to_uid_F[f]` takes over the history and the pages of
+    `from_uid_F[f]`, to go on from its first `length_F[f]` tokens with `token_F[f]`, or to wait
+    there if that is NO_TOKEN. Unused entries have uid NO_UID.
+
+    Of a source no more than `length_F` tokens are computed. All entries see the state before any of
+    them; no request stands twice in `to_uid_F`.
+    """
+
+    to_uid_F: jax.Array
+    from_uid_F: jax.Array
+    length_F: jax.Array
+    token_F: jax.Array
+
+
+@struct.dataclass
 class Inbox:
     """Everything that happened outside since the last dispatch, in one bundle of fixed size.
 
@@ -187,6 +206,7 @@ class Inbox:
     tokens_Y: jax.Array
     start_A: jax.Array
     abort_A: jax.Array
+    forks: Forks
 
 
 def init_state(config: EngineConfig, sampling_S: object) -> BatchState:
@@ -240,6 +260,14 @@ def empty_requests(count: int, max_stop_ids: int, sampling: object) -> Requests:
         priority=zeros(),
         parent_uid=jnp.full(count, NO_UID, jnp.int32),
         salt=zeros(),
+        score_prompt=zeros(),
         stop_ids=jnp.full((count, max_stop_ids), NO_TOKEN, jnp.int32),
         sampling=sampling,
     )
+
+
+def no_forks(count: int) -> Forks:
+    def full(value: int) -> jax.Array:
+        return jnp.full(count, value, jnp.int32)
+
+    return Forks(full(NO_UID), full(NO_UID), full(0), full(NO_TOKEN))

@@ -4,6 +4,9 @@ The loop runs `rounds` rounds (a traced number) and ends early only when every s
 round has a narrow pass (one token of every decoding row) and, when a row prefills, a wide pass over
 `token_budget` prompt tokens; then every row whose history is computed samples, once. What a pass
 computes is the business of a `StepModel`: a network, or a rule, or a cost model.
+
+A prompt token is scored from the state of the token before it, in the wide pass that computes it.
+The narrow pass has none to score: its token is the last one known.
 """
 
 from typing import Any, Protocol
@@ -12,27 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from engine.schedule import (
-    Emission,
-    Plan,
-    admit,
-    allocate,
-    commit,
-    pick,
-    retire,
-    schedule,
-    when,
-)
-from engine.state import (
-    EMPTY,
-    NO_TOKEN,
-    NO_UID,
-    WAITING,
-    BatchState,
-    EngineConfig,
-    Inbox,
-    Requests,
-)
+from engine.inbox import receive
+from engine.schedule import Emission, Plan, admit, allocate, commit, pick, schedule, when
+from engine.state import EMPTY, NO_TOKEN, NO_UID, BatchState, EngineConfig, Inbox, Requests
 from models.batch import RaggedBatch, ragged_batch
 
 
@@ -59,26 +44,53 @@ class Sampled:
     extra: Any
 
 
+@struct.dataclass
+class PromptScores:
+    """Prompt tokens that a round scored: entry t is token `position_T[t]` of request `uid_T[t]`.
+
+    `uid_T` is NO_UID where there is none; `scores_T` is the model's pytree of per-token arrays.
+    """
+
+    uid_T: jax.Array
+    position_T: jax.Array
+    scores_T: Any
+
+
+@struct.dataclass
+class Extra:
+    """What leaves a round beside its tokens: the sampler's `extra` and scored prompt tokens."""
+
+    sampled: Any
+    prompt: PromptScores
+
+
 class StepModel(Protocol):
     """Static and hashable; all arrays are in `params` and `cache`."""
 
     def copy_pages(self, cache: Any, from_R: jax.Array, to_R: jax.Array) -> Any:
         """Copy whole pages; page 0 onto page 0 where a row copies nothing."""
 
-    def no_rows(self, num_rows: int) -> Any:
-        """What `run` gives for rows that did not run: a pytree of per-row arrays."""
+    def no_states(self, num_tokens: int) -> Any:
+        """What `run` gives for tokens that did not run: a pytree of per-token arrays."""
 
     def run(self, params: Any, cache: Any, batch: RaggedBatch) -> tuple[Any, Any, jax.Array]:
-        """(cache, what sampling needs of each slot's last token, ok_R).
+        """(cache, state of each token of the batch, ok_R).
 
-        `ok_R` False (a value that is not finite) ends the row with an error.
+        The state is what sampling after that token needs. `ok_R` False (a value that is not finite)
+        ends the row with an error.
         """
+
+    def no_scores(self, num_tokens: int) -> Any:
+        """What `score` gives for tokens that nobody asked for: a pytree of per-token arrays."""
+
+    def score(self, params: Any, states_T: Any, token_T: jax.Array, asked_T: jax.Array) -> Any:
+        """How well `token_T` follows each state, where `asked_T`."""
 
     def no_sample(self, num_rows: int) -> Sampled:
         """What `sample` gives for rows that sample nothing."""
 
-    def sample(self, params: Any, last: Any, rows: RowView, samples_R: jax.Array) -> Sampled:
-        """A choice for each row with `samples_R`, from what the passes gave."""
+    def sample(self, params: Any, last_R: Any, rows: RowView, samples_R: jax.Array) -> Sampled:
+        """A choice for each row with `samples_R`, from the state of its last token."""
 
 
 def advance(
@@ -97,7 +109,7 @@ def advance(
         token_R=jnp.full(num_rows, NO_TOKEN, jnp.int32),
         uid_R=jnp.full(num_rows, NO_UID, jnp.int32),
         reason_R=jnp.zeros(num_rows, jnp.int32),
-        extra=model.no_sample(num_rows).extra,
+        extra=Extra(model.no_sample(num_rows).extra, _no_prompt_scores(config, model)),
     )
     emitted = jax.tree.map(lambda x: jnp.stack([x] * config.max_rounds), nothing)
 
@@ -128,30 +140,78 @@ def one_round(
     rows = _row_view(state, plan)
 
     def run_pass(width: int, runs_R: jax.Array, carry):
-        cache, before, ok_R = carry
-        cache, new, new_ok_R = model.run(params, cache, make_batch(state, plan, runs_R, width))
+        (cache, before_R, ok_R), batch = carry, make_batch(state, plan, runs_R, width)
+        cache, states_T, new_ok_R = model.run(params, cache, batch)
+        at_R = jnp.maximum(batch.q_start_S + batch.q_len_S - 1, 0)
+        last_R = jax.tree.map(lambda x_T: x_T.at[at_R].get(mode="clip"), states_T)
 
-        def merge(new, old):
-            return jnp.where(runs_R.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        def merge(new_R, old_R):
+            return jnp.where(runs_R.reshape(-1, *(1,) * (new_R.ndim - 1)), new_R, old_R)
 
-        return cache, jax.tree.map(merge, new, before), merge(new_ok_R, ok_R)
+        carry = cache, jax.tree.map(merge, last_R, before_R), merge(new_ok_R, ok_R)
+        return carry, batch, states_T
+
+    def run_prompts(carry):
+        passes, prompt = carry
+        passes, batch, states_T = run_pass(config.token_budget, prefills_R, passes)
+        return passes, _score_prompt(model, params, rows, batch, states_T, prompt)
 
     runs_R = plan.q_len_R > 0
     decodes_R, prefills_R = runs_R & plan.decode_R, runs_R & ~plan.decode_R
-    carry = (cache, model.no_rows(config.max_num_seqs), jnp.ones(config.max_num_seqs, bool))
-    carry = when(jnp.any(decodes_R), lambda c: run_pass(1, decodes_R, c), carry)
-    wide = config.token_budget
-    carry = when(jnp.any(prefills_R), lambda c: run_pass(wide, prefills_R, c), carry)
-    cache, last, ok_R = carry
+    passes = (cache, model.no_states(config.max_num_seqs), jnp.ones(config.max_num_seqs, bool))
+    passes = when(jnp.any(decodes_R), lambda c: run_pass(1, decodes_R, c)[0], passes)
+    carry = passes, _no_prompt_scores(config, model)
+    (cache, last_R, ok_R), prompt = when(jnp.any(prefills_R), run_prompts, carry)
 
     samples_R = runs_R & (plan.start_R + plan.q_len_R == rows.num_tokens_R)
     sampled = when(
         jnp.any(samples_R),
-        lambda _: model.sample(params, last, rows, samples_R),
+        lambda _: model.sample(params, last_R, rows, samples_R),
         model.no_sample(config.max_num_seqs),
     )
     state, news = commit(config, state, plan, sampled.token_R, sampled.ok_R & ok_R)
-    return cache, state, news.replace(extra=sampled.extra)
+    return cache, state, news.replace(extra=Extra(sampled.extra, prompt))
+
+
+def _no_prompt_scores(config: EngineConfig, model: StepModel) -> PromptScores:
+    # A budget of 1 makes the wide pass a narrow one.
+    num_tokens = config.max_num_seqs if config.token_budget == 1 else config.token_budget
+    return PromptScores(
+        uid_T=jnp.full(num_tokens, NO_UID, jnp.int32),
+        position_T=jnp.zeros(num_tokens, jnp.int32),
+        scores_T=model.no_scores(num_tokens),
+    )
+
+
+def _score_prompt(
+    model: StepModel,
+    params: Any,
+    rows: RowView,
+    batch: RaggedBatch,
+    states_T: Any,
+    none: PromptScores,
+) -> PromptScores:
+    """Score the prompt token after each token of the pass, for rows that ask.
+
+    Once a request has its first token, its prompt was scored: what is computed again after a
+    preemption is not.
+    """
+    requests_R = rows.requests_R
+    asks_R = (requests_R.score_prompt > 0) & (rows.num_tokens_R == requests_R.prompt_len)
+    position_T = batch.positions_T + 1
+    asked_T = pick(asks_R, batch.slot_T) & (position_T < pick(requests_R.prompt_len, batch.slot_T))
+
+    def score(_) -> PromptScores:
+        num_slots = rows.tokens_SX.shape[0]
+        slot_T = rows.slot_R.at[batch.slot_T].get(mode="fill", fill_value=num_slots)
+        token_T = rows.tokens_SX.at[slot_T, position_T].get(mode="fill", fill_value=0)
+        return PromptScores(
+            uid_T=jnp.where(asked_T, pick(requests_R.uid, batch.slot_T), NO_UID),
+            position_T=position_T,
+            scores_T=model.score(params, states_T, token_T, asked_T),
+        )
+
+    return when(jnp.any(asked_T), score, none)
 
 
 def _row_view(state: BatchState, plan: Plan) -> RowView:
@@ -185,51 +245,3 @@ def make_batch(state: BatchState, plan: Plan, runs_R: jax.Array, width: int) -> 
     slot_T = plan.slot_R.at[batch.slot_T].get(mode="fill", fill_value=slots.status_S.shape[0])
     tokens_T = slots.tokens_SX.at[slot_T, batch.positions_T].get(mode="fill", fill_value=0)
     return batch.replace(tokens_T=tokens_T)
-
-
-# ---- the inbox -----------------------------------------------------------------------------------
-
-
-def receive(state: BatchState, inbox: Inbox) -> BatchState:
-    """Abort, then put arrivals into empty slots. The host sends no more than there is room for."""
-    aborts = jnp.any(inbox.abort_A != NO_UID)
-    state = when(aborts, lambda s: _abort(s, inbox.abort_A), state)
-    arrivals = jnp.any(inbox.requests.uid != NO_UID)
-    return when(arrivals, lambda s: _arrive(s, inbox), state)
-
-
-def _abort(state: BatchState, abort_A: jax.Array) -> BatchState:
-    slots = state.slots
-    hit_S = jnp.any(slots.requests.uid[:, None] == abort_A[None, :], axis=1)
-    hit_S &= slots.status_S != EMPTY
-    return retire(state, jnp.arange(hit_S.shape[0], dtype=jnp.int32), hit_S)
-
-
-def _arrive(state: BatchState, inbox: Inbox) -> BatchState:
-    slots = state.slots
-    num_slots, room = slots.tokens_SX.shape
-    new_A = inbox.requests.uid != NO_UID
-    empty_S = slots.status_S == EMPTY
-    nth_S = jnp.where(empty_S, jnp.cumsum(empty_S) - 1, num_slots)
-    ids_S = jnp.arange(num_slots, dtype=jnp.int32)
-    slot_of_nth = jnp.full(num_slots, num_slots, jnp.int32).at[nth_S].set(ids_S, mode="drop")
-    slot_A = slot_of_nth.at[jnp.cumsum(new_A) - 1].get(mode="fill", fill_value=num_slots)
-    slot_A = jnp.where(new_A, slot_A, num_slots)
-
-    position_X = jnp.arange(room)
-    source_AX = inbox.start_A[:, None] + position_X
-    tokens_AX = inbox.tokens_Y.at[source_AX].get(mode="fill", fill_value=0)
-    tokens_AX = jnp.where(position_X < inbox.requests.prompt_len[:, None], tokens_AX, 0)
-
-    def put(x_S, value_A):
-        return x_S.at[slot_A].set(value_A, mode="drop")
-
-    slots = slots.replace(
-        requests=jax.tree.map(put, slots.requests, inbox.requests),
-        status_S=put(slots.status_S, WAITING),
-        tokens_SX=put(slots.tokens_SX, tokens_AX),
-        num_tokens_S=put(slots.num_tokens_S, inbox.requests.prompt_len),
-        num_computed_S=put(slots.num_computed_S, 0),
-        preemptions_S=put(slots.preemptions_S, 0),
-    )
-    return state.replace(slots=slots)

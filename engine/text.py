@@ -4,9 +4,8 @@ Tokens are taken one by one, so the text, the token ids and the log-probabilitie
 token that completes a stop, however many tokens a dispatch brought.
 """
 
-import numpy as np
-
-from engine.engine import Choice
+from engine.dispatch import Choice
+from engine.logprobs import Logprobs
 from engine.outputs import CompletionOutput, Logprob
 from engine.stop_strings import StopStrings
 from engine.tokenizer import Tokenizer
@@ -40,7 +39,11 @@ class TextChoice:
             token = choice.token_ids[position]
             output.token_ids.append(token)
             if self.params.logprobs is not None:
-                self._add_logprobs(token, choice.extras[position])
+                found = logprobs_by_id(
+                    choice.extras[position], self.params.logprobs, self._tokenizer
+                )
+                output.logprobs.append(found)
+                output.cumulative_logprob += found[token].logprob
             last = position + 1 == len(choice.token_ids) and choice.finish_reason is not None
             delta += self._add_text(token, ends=last)
             if self._stops.stopped is not None:
@@ -73,16 +76,15 @@ class TextChoice:
             output.stop_reason = last if last in (self.params.stop_token_ids or ()) else None
         return text
 
-    def _add_logprobs(self, token: int, extra) -> None:
-        """Entry 0 is the sampled token, then the best ones in order."""
-        wanted = 1 + self.params.logprobs
-        ids, values = np.asarray(extra.ids_RL)[:wanted], np.asarray(extra.logprobs_RL)[:wanted]
-        found = {}
-        for place, (token_id, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True)):
-            if token_id < 0 or token_id in found:
-                continue
-            rank = int(extra.rank_R) if place == 0 else place
-            text = "" if self._tokenizer is None else self._tokenizer.decode([token_id], False)
+
+def logprobs_by_id(row: Logprobs, num_best: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """One row of `engine.logprobs`: the token itself, then the `num_best` best ones in order."""
+    wanted = 1 + num_best
+    found: dict[int, Logprob] = {}
+    entries = zip(row.ids_RL[:wanted].tolist(), row.logprobs_RL[:wanted].tolist(), strict=True)
+    for place, (token_id, value) in enumerate(entries):
+        if token_id >= 0 and token_id not in found:
+            rank = int(row.rank_R) if place == 0 else place
+            text = "" if tokenizer is None else tokenizer.decode([token_id], False)
             found[token_id] = Logprob(value, rank, text)
-        self.output.logprobs.append(found)
-        self.output.cumulative_logprob += found[token].logprob
+    return found

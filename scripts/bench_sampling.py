@@ -88,7 +88,7 @@ def make_sampler(vocab: int, num_rows: int):
         rows = empty_rows(num_rows, limits)
         for r in range(num_rows):
             fill_row(rows, r, SamplingParams(**fields), RowFacts(seed=r), limits)
-        requests = empty_requests(num_rows, limits.max_stop_ids, jax.tree.map(jnp.asarray, rows))
+        requests = empty_requests(num_rows, 8, jax.tree.map(jnp.asarray, rows))
         requests = requests.replace(stop_ids=requests.stop_ids.at[:, 0].set(2, mode="drop"))
         view = RowView(
             requests_R=requests.replace(prompt_len=jnp.full(num_rows, 8)),

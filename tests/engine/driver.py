@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.state import REASONS, EngineConfig, Inbox, empty_requests, init_state
+from engine.state import REASONS, EngineConfig, Inbox, empty_requests, init_state, no_forks
 from engine.step import advance
 from tests.engine.rule_model import POISON, RuleModel, check_invariants
 
@@ -25,6 +25,7 @@ class Request:
     salt: int = 0
     stop_ids: tuple[int, ...] = ()
     abort_at: int | None = None  # dispatch at which it is aborted
+    score_prompt: int = 0
 
 
 @lru_cache
@@ -39,7 +40,7 @@ def make_inbox(config: EngineConfig, requests: list[Request], aborts: list[int])
     tokens_Y = np.zeros(config.inbox_tokens, np.int32)
     start_A, used = np.zeros(A, np.int32), 0
     for a, request in enumerate(requests):
-        for name in ("uid", "max_len", "priority", "parent_uid", "salt"):
+        for name in ("uid", "max_len", "priority", "parent_uid", "salt", "score_prompt"):
             getattr(fields, name)[a] = getattr(request, name)
         fields.prompt_len[a] = len(request.prompt)
         fields.stop_ids[a, : len(request.stop_ids)] = request.stop_ids
@@ -48,7 +49,13 @@ def make_inbox(config: EngineConfig, requests: list[Request], aborts: list[int])
         used += len(request.prompt)
     abort_A = np.full(A, -1, np.int32)
     abort_A[: len(aborts)] = aborts
-    return Inbox(requests=fields, tokens_Y=tokens_Y, start_A=start_A, abort_A=abort_A)
+    return Inbox(
+        requests=fields,
+        tokens_Y=tokens_Y,
+        start_A=start_A,
+        abort_A=abort_A,
+        forks=jax.tree.map(np.array, no_forks(config.max_num_seqs)),
+    )
 
 
 @dataclass
@@ -58,6 +65,8 @@ class Driver:
     outputs: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     token_rounds: dict[int, list[int]] = field(default_factory=dict)  # round of each token
+    scores: dict[int, dict[int, int]] = field(default_factory=dict)  # of prompts, by position
+    scored: int = 0  # how often a prompt token was scored
     num_rounds: int = 0
 
     def __post_init__(self):
@@ -70,6 +79,7 @@ class Driver:
         self.live |= {r.uid for r in requests}
         for request in requests:
             self.outputs[request.uid], self.token_rounds[request.uid] = [], []
+            self.scores[request.uid] = {}
         for uid in aborts:
             if uid in self.live:
                 self.live.remove(uid)
@@ -77,7 +87,9 @@ class Driver:
         self.cache, self.state, emitted = compiled_step(self.config)(
             None, self.cache, self.state, inbox, jnp.int32(self.rounds)
         )
-        self._collect(*(np.asarray(x) for x in jax.tree.leaves(emitted)))
+        self._collect_scores(*(np.asarray(x) for x in jax.tree.leaves(emitted.extra.prompt)))
+        tokens = emitted.token_R, emitted.uid_R, emitted.reason_R
+        self._collect(*(np.asarray(x) for x in tokens))
         check_invariants(self.config, self.state, self.live)
         self._check_cache()
 
@@ -92,6 +104,14 @@ class Driver:
                 self.reasons[uid] = REASONS[reason_QR[q, r]]
                 self.live.remove(uid)
         self.num_rounds = int(self.state.counters.rounds)
+
+    def _collect_scores(self, uid_QT, position_QT, score_QT) -> None:
+        for q, t in np.argwhere(uid_QT >= 0):
+            uid, position = int(uid_QT[q, t]), int(position_QT[q, t])
+            assert uid in self.live
+            assert not self.outputs[uid], "scored after its first token"
+            self.scores[uid][position] = int(score_QT[q, t])
+            self.scored += 1
 
     def _check_cache(self) -> None:
         """Published pages hold in the cache what the index says they hold."""

@@ -34,6 +34,11 @@ def outputs(prompt: Sequence[int], vocab: int, max_len: int, stop_ids=()) -> tup
             return known[len(prompt) :], "length"
 
 
+def prompt_scores(prompt: Sequence[int], vocab: int) -> list[int]:
+    """The score of each prompt token but the first: the token the rule expects there, and it."""
+    return [next_token(prompt[:i], vocab) * vocab + prompt[i] for i in range(1, len(prompt))]
+
+
 @dataclass(frozen=True)
 class RuleModel:
     vocab: int
@@ -46,11 +51,19 @@ class RuleModel:
     def copy_pages(self, cache_PC, from_R, to_R):
         return cache_PC.at[to_R].set(cache_PC.at[from_R].get(mode="clip"), mode="drop")
 
-    def no_rows(self, num_rows):
-        return jnp.zeros(num_rows, jnp.int32)
+    def no_states(self, num_tokens):
+        return jnp.zeros(num_tokens, jnp.int32)
 
     def no_sample(self, num_rows):
-        return Sampled(self.no_rows(num_rows), jnp.ones(num_rows, bool), None)
+        return Sampled(self.no_states(num_rows), jnp.ones(num_rows, bool), None)
+
+    def no_scores(self, num_tokens):
+        return jnp.zeros(num_tokens, jnp.int32)
+
+    def score(self, params, expected_T, token_T, asked_T):
+        """`prompt_score` of each token asked for."""
+        del params
+        return jnp.where(asked_T, expected_T * self.vocab + token_T, -1)
 
     def sample(self, params, token_R, rows, samples_R):
         del params, rows
@@ -68,19 +81,18 @@ class RuleModel:
         R = batch.q_len_S.shape[0]
         history_RX = cache_PC.at[batch.page_table_SM].get(mode="clip").reshape(R, -1)
         position_X = jnp.arange(history_RX.shape[1])
-        real_RX = position_X < batch.kv_len_S[:, None]
         weight_X = ((2 * position_X + 3) ** 2).astype(jnp.uint32)
-        mixed_R = jnp.sum(
-            jnp.where(real_RX, (history_RX + 1).astype(jnp.uint32) * weight_X, 0),
-            axis=1,
-            dtype=jnp.uint32,
-        )
-        token_R = ((mixed_R ^ (mixed_R >> 11)) % self.vocab).astype(jnp.int32)
+        weighted_RX = (history_RX + 1).astype(jnp.uint32) * weight_X
+        weighted_TX = weighted_RX.at[batch.slot_T].get(mode="fill", fill_value=0)
+        before_TX = position_X <= batch.positions_T[:, None]
+        mixed_T = jnp.sum(jnp.where(before_TX, weighted_TX, 0), axis=1, dtype=jnp.uint32)
+        token_T = ((mixed_T ^ (mixed_T >> 11)) % self.vocab).astype(jnp.int32)
+        real_RX = position_X < batch.kv_len_S[:, None]
         bad_R = jnp.any(real_RX & (history_RX == self.bad_token), axis=1)
-        return cache_PC, token_R, ~bad_R
+        return cache_PC, token_T, ~bad_R
 
 
-def check_invariants(config, state, live_uids: set[int]) -> None:
+def check_invariants(config, state, live_uids: set[int], may_hold: bool = False) -> None:
     """Everything `engine.state` promises, on the host, in numpy."""
     slots, pool = jax.tree.map(np.asarray, (state.slots, state.pool))
     P, C = config.num_pages, config.page_size
@@ -99,7 +111,8 @@ def check_invariants(config, state, live_uids: set[int]) -> None:
             assert slots.num_pages_S[s] == 0
             continue
         assert int(slots.requests.uid[s]) in live_uids
-        assert slots.num_computed_S[s] < tokens <= slots.requests.max_len[s]
+        assert tokens <= slots.requests.max_len[s]
+        assert slots.num_computed_S[s] < tokens + may_hold
         if status == 1:
             assert slots.num_pages_S[s] == 0
         else:

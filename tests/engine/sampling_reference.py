@@ -19,13 +19,13 @@ from engine.step import RowView
 LIMITS = SamplingLimits(
     vocab_size=12,
     max_logprobs=4,
-    max_stop_ids=3,
     max_logit_bias=4,
     max_allowed_ids=4,
     max_bad_words=3,
     max_bad_word_len=3,
 )
 ROWS, ROOM = 8, 32  # of a batch of cases; tokens a slot has room for
+MAX_STOP_IDS = 3
 
 
 @dataclass
@@ -49,7 +49,7 @@ def arrays(cases: Sequence[Case], slots: Sequence[int] | None = None):
     """
     slots = range(len(cases)) if slots is None else slots
     rows = empty_rows(ROWS, LIMITS)
-    requests = jax.tree.map(np.array, empty_requests(ROWS, LIMITS.max_stop_ids, rows))
+    requests = jax.tree.map(np.array, empty_requests(ROWS, MAX_STOP_IDS, rows))
     tokens_SX = np.full((ROWS, ROOM), 5, np.int32)  # a real id
     slot_R = np.full(ROWS, ROWS, np.int32)
     num_tokens_R = np.zeros(ROWS, np.int32)
@@ -95,7 +95,7 @@ def draws(case: Case, count: int) -> np.ndarray:
     logits_V = np.full(LIMITS.vocab_size, -np.inf, np.float32)
     logits_V[: len(case.logits)] = case.logits
     known = np.array([*case.prompt, *case.output], np.int32)
-    stop_ids = np.full(LIMITS.max_stop_ids, -1, np.int32)
+    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
     stop_ids[: len(case.stop_ids)] = case.stop_ids
     history = known, len(case.prompt), stop_ids
     return np.asarray(_draws(count, LIMITS, logits_V, rows, history))
@@ -106,7 +106,7 @@ def _draws(count, limits, logits_V, rows, history):
     known, prompt_len, stop_ids = history
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape[1:])), rows)
     seed = jnp.stack([jnp.zeros(count, jnp.uint32), jnp.arange(count, dtype=jnp.uint32)], axis=1)
-    requests = empty_requests(count, limits.max_stop_ids, rows.replace(seed=seed))
+    requests = empty_requests(count, MAX_STOP_IDS, rows.replace(seed=seed))
     requests = requests.replace(
         prompt_len=jnp.full(count, prompt_len),
         stop_ids=jnp.broadcast_to(stop_ids, (count, stop_ids.size)),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.pages import release, share, take
 from engine.state import EngineConfig, init_state
 from tests.engine.driver import VOCAB, Driver, Request
-from tests.engine.rule_model import outputs
+from tests.engine.rule_model import outputs, prompt_scores
 
 BASE = EngineConfig(
     max_num_seqs=3,
@@ -51,6 +51,11 @@ def assert_right(driver: Driver, requests: list[Request]) -> None:
             assert got == tokens[: len(got)]
         else:
             assert (got, driver.reasons[request.uid]) == (tokens, reason), request
+        if got and request.score_prompt:
+            scores = dict(enumerate(prompt_scores(request.prompt, VOCAB), start=1))
+            assert driver.scores[request.uid] == scores, request
+        if not request.score_prompt:
+            assert driver.scores[request.uid] == {}
 
 
 @st.composite
@@ -60,12 +65,15 @@ def request_sets(draw):
         parent = draw(st.integers(-1, uid - 1)) if draw(st.booleans()) else -1
         if parent >= 0 and requests[parent].parent_uid < 0:
             original = requests[parent]
-            prompt, salt = original.prompt, original.salt
+            prompt, salt, scores = original.prompt, original.salt, False
         else:
             parent = -1
             stem = draw(st.sampled_from(STEMS))[: draw(st.integers(0, 24))]
             tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if stem else 1, max_size=5))
-            prompt, salt = stem + tail, draw(st.integers(0, 1))
+            prompt = stem + tail
+            # A request that scores its prompt shares it with its own choices only.
+            scores = draw(st.booleans())
+            salt = -1 - uid if scores else draw(st.integers(0, 1))
         max_len = min(40, len(prompt) + draw(st.integers(1, 12)))
         first = expected(Request(uid, prompt, max_len))[0]
         stop = (draw(st.sampled_from(first)),) if draw(st.booleans()) else ()
@@ -78,6 +86,7 @@ def request_sets(draw):
                 priority=draw(st.integers(0, 2)),
                 parent_uid=parent,
                 salt=salt,
+                score_prompt=int(scores),
                 stop_ids=stop,
                 abort_at=draw(st.none() | st.none() | st.integers(0, 12)),
             )
@@ -188,6 +197,33 @@ def test_b24_a_row_with_unsound_logits_ends_alone_and_publishes_nothing():
     assert_right(driver, good)
     content = np.asarray(driver.state.pool.content_PC)[np.asarray(driver.state.pool.published_P)]
     assert -2 not in content
+
+
+# ---- scores of prompts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8])
+def test_prompt_tokens_are_scored_once_each_in_whatever_chunks(budget):
+    config = replace(BASE, token_budget=budget, num_pages=40)
+    asking = [
+        Request(i, STEMS[i % 2][: 1 + 7 * i], 26, salt=-1 - i, score_prompt=1) for i in (0, 1, 2, 3)
+    ]
+    silent = [Request(4 + i, STEMS[0][: 9 + i], 26) for i in range(2)]
+    driver = Driver(config, rounds=4)
+    driver.run([*asking, *silent])
+    assert_right(driver, [*asking, *silent])
+    assert driver.scored == sum(len(r.prompt) - 1 for r in asking)
+
+
+def test_b46_preemption_loses_no_score_and_scores_nothing_after_the_first_token():
+    config = replace(BASE, num_pages=15)
+    requests = [
+        Request(i, STEMS[i % 2][: 6 + i], 38, salt=-1 - i, score_prompt=1) for i in range(4)
+    ]
+    driver = Driver(config)
+    driver.run(requests)
+    assert int(driver.state.counters.preemptions) > 0
+    assert_right(driver, requests)
 
 
 # ---- prefix cache and copy-on-write --------------------------------------------------------------

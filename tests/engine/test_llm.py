@@ -153,6 +153,17 @@ def test_b14_choices_differ_repeat_and_do_not_depend_on_n():
     assert choices(1) == four[:1]
 
 
+def test_updates_count_the_new_tokens():
+    engine = shared_llm().engine
+    (choice,) = engine.add_request("counted", PROMPTS[2], greedy(7))
+    counts = []
+    while engine.has_unfinished:
+        counts += [u.num_new for u in engine.step() if u.choice is choice]
+    assert choice.token_ids == expected([PROMPTS[2]], 7)[0]
+    assert sum(counts) == 7
+    assert max(counts) > 1
+
+
 def test_end_of_sequence_stops_its_row_only():
     whole = expected(PROMPTS[:3], 12)
     eos = whole[1][4]
@@ -328,8 +339,6 @@ def test_b44_a_request_that_can_never_fit_the_pool_is_refused():
 
 def test_unsupported_and_unknown_settings_are_refused():
     llm = shared_llm()
-    with pytest.raises(ValueError, match="prompt_logprobs is not supported"):
-        llm.generate([[1]], greedy(2, prompt_logprobs=1), use_tqdm=False)
     with pytest.raises(ValueError, match="2 prompts but 1 sampling_params"):
         llm.generate([[1], [2]], [greedy(2)], use_tqdm=False)
     with pytest.raises(TypeError, match="tensor_parallel"):
@@ -356,6 +365,7 @@ def test_unsupported_and_unknown_settings_are_refused():
     [
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"max_logprobs": -1}, "max_logprobs must be at least 0, got -1"),
         ({"max_model_len": 513}, r"max_model_len must be in 1 .. 512"),
         ({"num_pages": 1}, "num_pages must be at least 2"),
         ({"gpu_memory_utilization": 0}, "memory fraction"),

@@ -5,12 +5,22 @@ The tokenizer has one token per printable character, and one special token.
 
 import json
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from engine.beam_search import BeamSearchParams
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import load_tokenizer
-from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS, PROMPTS, expected
+from tests.engine.test_llm import (
+    CONFIG,
+    DEFAULTS,
+    PARAMS,
+    PROMPTS,
+    _logits_of_last,
+    expected,
+)
 from tests.tiny import VOCAB
 
 SPECIAL = VOCAB - 1
@@ -72,6 +82,18 @@ def test_field_n(llm):
     assert len({o.text for o in outputs}) == 3
 
 
+def test_best_of_n_is_the_choice_with_the_largest_cumulative_logprob(llm):
+    outputs = one(llm, "abc", n=4, temperature=1.5, seed=1, logprobs=0, max_tokens=6).outputs
+    for output in outputs:
+        found = [e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True)]
+        assert output.cumulative_logprob == pytest.approx(sum(found))
+    best = max(outputs, key=lambda choice: choice.cumulative_logprob)
+    assert best.cumulative_logprob > min(o.cumulative_logprob for o in outputs)
+    assert one(llm, "abc").outputs[0].cumulative_logprob is None
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(n=2, best_of=4)
+
+
 def test_field_max_tokens(llm):
     assert len(one(llm, "abc", max_tokens=5).outputs[0].token_ids) == 5
     everything = one(llm, "abc", max_tokens=None).outputs[0]
@@ -80,8 +102,13 @@ def test_field_max_tokens(llm):
 
 
 def test_field_prompt_logprobs(llm):
-    with pytest.raises(ValueError, match="prompt_logprobs is not supported; leave it None"):
-        one(llm, "abc", prompt_logprobs=1)
+    assert one(llm, "abc").prompt_logprobs is None
+    first, *rest = one(llm, "abc", prompt_logprobs=1).prompt_logprobs
+    assert first is None
+    for letter, entries in zip("bc", rest, strict=True):
+        asked, *best = entries.values()
+        assert asked.decoded_token == letter
+        assert [entry.rank for entry in best] == ([] if asked.rank == 1 else [1])
 
 
 def test_field_detokenize(llm):
@@ -135,6 +162,43 @@ def test_logprobs_are_those_of_the_model(llm):
         assert entries[token].logprob == max(e.logprob for e in entries.values()) < 0
     total = sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True))
     assert output.cumulative_logprob == pytest.approx(total)
+
+
+def test_beam_search_equals_recomputation(llm, tokenizer):
+    width, count = 3, 5
+    prompt = tokenizer.encode("abc")
+    beams = [((), 0.0)]
+    for _ in range(count):
+        grown = []
+        for tokens, total in beams:
+            known = [*prompt, *tokens]
+            padded = np.zeros(DEFAULTS["max_model_len"], np.int32)
+            padded[: len(known)] = known
+            logits_V = np.asarray(_logits_of_last(padded, jnp.int32(len(known))), np.float64)
+            logprob_V = logits_V - np.log(np.sum(np.exp(logits_V)))
+            grown += [((*tokens, v), total + logprob_V[v]) for v in range(VOCAB)]
+        beams = sorted(grown, key=lambda b: -b[1])[:width]
+    (output,) = llm.beam_search("abc", BeamSearchParams(width, count))
+    assert [s.tokens for s in output.sequences] == [[*prompt, *tokens] for tokens, _ in beams]
+    assert [s.cum_logprob for s in output.sequences] == pytest.approx([t for _, t in beams], 1e-5)
+    for sequence in output.sequences:
+        assert sequence.text == tokenizer.decode(sequence.tokens, False)
+        assert sequence.score == sequence.cum_logprob / len(sequence.tokens)
+        assert sequence.finish_reason == "length"
+
+
+def test_beam_search_takes_prompts_as_generate_does(llm):
+    params = BeamSearchParams(1, 4)
+    outputs = llm.beam_search([PROMPTS[3], {"prompt_token_ids": PROMPTS[4]}], params)
+    found = [o.sequences[0].tokens for o in outputs]
+    tails = expected([PROMPTS[3], PROMPTS[4]], 4)
+    assert found == [PROMPTS[3] + tails[0], PROMPTS[4] + tails[1]]
+    assert llm.beam_search([], params) == []
+    with pytest.raises(ValueError, match="prompt 1: the prompt is empty"):
+        llm.beam_search([[1], []], params)
+    with pytest.raises(ValueError, match="beam_width 4 needs max_num_seqs 4, the engine has 3"):
+        llm.beam_search([[1]], BeamSearchParams(4, 2))
+    assert not llm.engine.has_unfinished
 
 
 def test_b93_chat_is_the_template_and_nothing_else(llm, tokenizer):

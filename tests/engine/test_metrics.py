@@ -36,7 +36,7 @@ def rule_engine(clock, *, overlap=True, rounds=2, **settings) -> Engine:
     config = EngineConfig(**fields | settings)
     model = RuleModel(RULE_VOCAB, config.page_size)
     cache = model.init_cache(config.num_pages)
-    limits = SamplingLimits(vocab_size=RULE_VOCAB, max_stop_ids=config.max_stop_ids)
+    limits = SamplingLimits(vocab_size=RULE_VOCAB)
     return Engine(
         config, model, jnp.zeros(()), cache, limits, rounds=rounds, overlap=overlap, clock=clock
     )

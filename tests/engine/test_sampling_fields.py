@@ -121,11 +121,11 @@ def test_field_logprobs():
 
 
 def test_field_stop_token_ids():
-    assert stop_ids_of(SamplingParams(stop_token_ids=[5]), (), LIMITS) == [5]
+    assert stop_ids_of(SamplingParams(stop_token_ids=[5]), (), 12, 3) == [5]
 
 
 def test_field_ignore_eos():
-    assert stop_ids_of(SamplingParams(ignore_eos=True), (3,), LIMITS) == []
+    assert stop_ids_of(SamplingParams(ignore_eos=True), (3,), 12, 3) == []
 
 
 def test_field_stop():

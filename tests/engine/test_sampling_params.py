@@ -19,7 +19,6 @@ NAN, INF = math.nan, math.inf
 LIMITS = SamplingLimits(
     vocab_size=50,
     max_logprobs=5,
-    max_stop_ids=3,
     max_logit_bias=2,
     max_allowed_ids=3,
     max_bad_words=2,
@@ -133,7 +132,7 @@ def test_b21_token_ids_are_below_the_vocabulary():
         with pytest.raises(ValueError, match=r"50, outside 0 \.\. 49"):
             row(**fields)
     with pytest.raises(ValueError, match=r"50, outside 0 \.\. 49"):
-        stop_ids_of(SamplingParams(stop_token_ids=[50]), (), LIMITS)
+        stop_ids_of(SamplingParams(stop_token_ids=[50]), (), 50, 3)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +157,13 @@ def test_requests_beyond_a_capacity_are_refused_and_change_nothing(fields, messa
 
 def test_b30_stop_ids_are_the_union_and_ignore_eos_leaves_the_requests_own():
     eos = (7, 9, 8)
-    limits = SamplingLimits(vocab_size=50, max_stop_ids=4)
-    assert stop_ids_of(SamplingParams(), eos, limits) == [7, 8, 9]
-    assert stop_ids_of(SamplingParams(stop_token_ids=[5]), eos, limits) == [5, 7, 8, 9]
-    assert stop_ids_of(SamplingParams(ignore_eos=True), eos, limits) == []
-    assert stop_ids_of(SamplingParams(ignore_eos=True, stop_token_ids=[5]), eos, limits) == [5]
+    limits = 50, 4  # vocabulary, stop ids
+    assert stop_ids_of(SamplingParams(), eos, *limits) == [7, 8, 9]
+    assert stop_ids_of(SamplingParams(stop_token_ids=[5]), eos, *limits) == [5, 7, 8, 9]
+    assert stop_ids_of(SamplingParams(ignore_eos=True), eos, *limits) == []
+    assert stop_ids_of(SamplingParams(ignore_eos=True, stop_token_ids=[5]), eos, *limits) == [5]
     with pytest.raises(ValueError, match="5 together, the engine holds 4"):
-        stop_ids_of(SamplingParams(stop_token_ids=[1, 2]), eos, limits)
+        stop_ids_of(SamplingParams(stop_token_ids=[1, 2]), eos, *limits)
 
 
 def test_seed_keeps_64_bits():

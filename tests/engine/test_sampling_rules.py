@@ -14,6 +14,7 @@ from engine.state import empty_requests
 from engine.step import RowView
 from tests.engine.sampling_reference import (
     LIMITS,
+    MAX_STOP_IDS,
     ROWS,
     Case,
     arrays,
@@ -330,7 +331,7 @@ def test_what_no_row_asks_for_does_not_run():
 def test_sample_runs_inside_a_loop_and_has_the_structure_of_no_sample():
     rows = jax.tree.map(jnp.asarray, empty_rows(2, LIMITS))
     view = RowView(
-        requests_R=empty_requests(2, LIMITS.max_stop_ids, rows),
+        requests_R=empty_requests(2, MAX_STOP_IDS, rows),
         slot_R=jnp.arange(2),
         num_tokens_R=jnp.ones(2, jnp.int32),
         tokens_SX=jnp.zeros((2, 4), jnp.int32),
