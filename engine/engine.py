@@ -221,9 +221,10 @@ class Engine:
         if self._queue or self._out or self._aborts:
             self._dispatch(1 if lockstep else self.rounds)
         if lockstep:
-            news = [self._collect(sent) for sent in self._in_flight]
-            self._in_flight.clear()
-            return [update for updates in news for update in updates]
+            news = []
+            while self._in_flight:
+                news += self._collect(self._in_flight.popleft())
+            return news
         due = len(self._in_flight) > (1 if self.overlap and self._out else 0)
         return self._collect(self._in_flight.popleft()) if due else []
 
