@@ -73,7 +73,7 @@ def read_arrays(
                 )
                 restored = checkpointer.restore(directory, args=arguments)
                 leaves |= jax.block_until_ready(restored)
-    except (ValueError, OSError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"{directory} cannot be restored ({reason:.200}); save it again"

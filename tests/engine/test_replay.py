@@ -1,0 +1,232 @@
+"""A record gives the same tokens again, and the same rounds to a scheduler without a model."""
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.engine import Engine
+from engine.recording import FileRecorder, Record, read_record
+from engine.replay import compare, replay
+from engine.sampling_params import SamplingParams
+from engine.trace import trace
+from tests.engine.rule_model import outputs
+from tests.engine.test_checkpoint import (
+    RULE_VOCAB,
+    add_rule_requests,
+    letters_llm,
+    programs,
+    rule_engine,
+    serve,
+)
+from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS, PROMPTS
+
+TRACES = Path(__file__).parents[2] / "docs" / "traces"
+
+
+def recorded_rule_engine(path: Path, **settings) -> Engine:
+    plain = rule_engine(**settings)
+    recorder = FileRecorder(path, {"model": "rule"})
+    cache = plain.snapshot().cache
+    engine = Engine(
+        plain.config, plain.model, None, cache, plain.limits, rounds=3, recorder=recorder
+    )
+    engine._programs = programs(**settings)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Path, dict]:
+    path = tmp_path_factory.mktemp("record") / "run.jsonl"
+    engine = recorded_rule_engine(path)
+    choices = add_rule_requests(engine)
+    serve(engine, 5, drop="7")
+    serve(engine)
+    for _ in range(2):
+        engine.step()  # what aborted requests left on its way
+    counters = engine.counters()
+    assert counters["preemptions"] > 0
+    assert counters["page_copies"] > 0
+    engine.recorder.close()
+    return path, {"choices": choices, "counters": counters}
+
+
+def test_a_replay_gives_every_token_again(recorded):
+    path, run = recorded
+    record = read_record(path)
+    assert record.config == rule_engine().config
+    engine = rule_engine()
+    result = replay(engine, record)
+    assert result.difference is None
+    assert result.same_schedule
+    assert result.num_requests == 7  # the eighth was aborted before it was sent
+    assert result.num_tokens >= sum(len(c.token_ids) for c in run["choices"])
+    assert engine.counters() == run["counters"]
+
+
+def test_a_replay_writes_the_same_record(recorded, tmp_path):
+    path, _ = recorded
+    engine = recorded_rule_engine(tmp_path / "again.jsonl")
+    replay(engine, read_record(path))
+    assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
+
+
+def test_the_first_difference_is_named(recorded):
+    path, _ = recorded
+    record = read_record(path)
+    changed = [list(events) for events in record.emitted]
+    places = [(i, j) for i, events in enumerate(changed) for j, e in enumerate(events) if e[2] >= 0]
+    (i, j), later = places[7], places[20]
+    for at_i, at_j in ((i, j), later):
+        q, uid, token, reason = changed[at_i][at_j]
+        changed[at_i][at_j] = (q, uid, token + 1, reason)
+    q, uid, token, _ = record.emitted[i][j]
+    earlier = [e for events in record.emitted[:i] for e in events] + record.emitted[i][:j]
+    position = sum(e[1] == uid for e in earlier)
+    choice = next(c for d in record.dispatches for c in d.arrivals if c.uid == uid)
+    difference = compare(record, changed).difference
+    assert (difference.request_id, difference.choice) == (choice.request_id, choice.index)
+    assert (difference.position, difference.expected, difference.got) == (
+        position,
+        token,
+        token + 1,
+    )
+    assert f"position {position}: expected {token}, got {token + 1}" in str(difference)
+    shorter = [*record.emitted[:-1], record.emitted[-1][:-1]]
+    last = [e for events in record.emitted for e in events if e[3]][-1]
+    if record.emitted[-1] and record.emitted[-1][-1] == last:
+        assert "got nothing" in str(compare(record, shorter).difference)
+
+
+def test_another_schedule_with_the_same_tokens_is_no_difference(recorded):
+    path, _ = recorded
+    record = read_record(path)
+    slower = [[(q + 1, *rest) for q, *rest in events] for events in record.emitted]
+    result = compare(record, slower)
+    assert result.difference is None
+    assert not result.same_schedule
+
+
+def test_a_stop_string_is_an_abort_of_its_dispatch(tmp_path):
+    llm = letters_llm()
+    llm.engine.recorder = FileRecorder(tmp_path / "run.jsonl")
+    llm.engine.recorder.begins(llm.engine.identity())
+    free = SamplingParams(temperature=1, seed=4, max_tokens=30)
+    text = llm.generate([PROMPTS[3]], free, use_tqdm=False)[0].outputs[0].text
+    stopped = replace(free, stop=[text[5:7]])
+    output = llm.generate([PROMPTS[3]], stopped, use_tqdm=False)[0].outputs[0]
+    assert output.stop_reason == text[5:7]
+    llm.generate([PROMPTS[2]], free, use_tqdm=False)
+    record = read_record(tmp_path / "run.jsonl")
+    assert [d.aborts for d in record.dispatches if d.aborts] == [[1]]
+    result = replay(letters_llm().engine, record)
+    assert (result.difference, result.same_schedule) == (None, True)
+
+
+# ---- rounds --------------------------------------------------------------------------------------
+
+
+@lru_cache
+def rounds_of(path: Path) -> tuple[Record, list]:
+    record = read_record(path)
+    return record, trace(record)
+
+
+def test_the_trace_is_the_recorded_run(recorded):
+    path, run = recorded
+    record, rounds = rounds_of(path)
+    counters, slots = run["counters"], [s for r in rounds for s in r.slots]
+    assert len(rounds) == counters["rounds"]
+    assert sum(s.kind == "preempted" for s in slots) == counters["preemptions"]
+    assert sum(s.kind == "stalled" for s in slots) == counters["stalled_rows"]
+    assert sum(r.copied for r in rounds) == counters["page_copies"]
+    for kind in ("prefill", "decode"):
+        assert sum(s.tokens for s in slots if s.kind == kind) == counters[f"{kind}_tokens"]
+    ends = {s.uid: s.finished for s in slots if s.finished}
+    aborted = {uid for dispatch in record.dispatches for uid in dispatch.aborts}
+    for choice in run["choices"]:
+        if choice.uid not in aborted and choice.finish_reason != "abort":
+            assert ends[choice.uid] == choice.finish_reason
+            tokens = outputs(choice.prompt_ids, RULE_VOCAB, choice.max_len, choice.stop_ids)[0]
+            assert choice.token_ids == tokens
+    for r in rounds:
+        assert not any(
+            owners and cached for owners, cached in zip(r.owners, r.cached_P, strict=True)
+        )
+        assert len({s.slot for s in r.slots}) == len(r.slots)
+
+
+def test_a_record_of_another_schedule_has_no_trace(recorded, tmp_path):
+    lines = recorded[0].read_text().splitlines()
+    header = json.loads(lines[0])
+    header["identity"]["engine"]["num_pages"] += 20
+    (tmp_path / "other.jsonl").write_text("\n".join([json.dumps(header), *lines[1:]]))
+    with pytest.raises(ValueError, match="other rounds than this scheduler makes"):
+        trace(read_record(tmp_path / "other.jsonl"))
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("*.jsonl")), ids=lambda p: p.name)
+def test_records_in_the_docs_are_of_this_scheduler(path):
+    _, rounds = rounds_of(path)
+    assert any(s.kind == "preempted" for r in rounds for s in r.slots)
+    assert any(len(owners) > 1 for r in rounds for owners in r.owners)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "message"),
+    [
+        (0, lambda v: v.update(format=9), "line 1, .*format 9, this version reads 1"),
+        (0, lambda v: v["identity"]["engine"].update(num_pages=1), "line 1, .*num_pages"),
+        (0, lambda v: v["identity"]["engine"].pop("num_pages"), "line 1, "),
+        (1, lambda v: v.pop("rounds"), "line 2, .*'rounds'"),
+        (1, lambda v: v.update(budget=10**6), "line 2, .*budget of 1000000"),
+        (1, lambda v: v["arrivals"][0]["params"].update(top_p=7), "line 2, .*top_p"),
+        (1, lambda v: v["arrivals"].extend(v["arrivals"] * 9), "line 2, .*inbox"),
+        (3, lambda v: v["emitted"].append([0, 999, 1, 0]), "line 4, .*999, which never arrived"),
+    ],
+)
+def test_a_damaged_record_is_refused(recorded, tmp_path, line, change, message):
+    lines = recorded[0].read_text().splitlines()
+    value = json.loads(lines[line])
+    change(value)
+    lines[line] = json.dumps(value)
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=message):
+        read_record(tmp_path / "bad.jsonl")
+
+
+def test_a_cut_record_is_refused_and_a_short_one_replays(recorded, tmp_path):
+    data = recorded[0].read_bytes()
+    (tmp_path / "cut.jsonl").write_bytes(data[:-20])
+    with pytest.raises(ValueError, match="is no line of a record"):
+        read_record(tmp_path / "cut.jsonl")
+    whole = data.splitlines(keepends=True)
+    (tmp_path / "short.jsonl").write_bytes(b"".join(whole[:6]))
+    record = read_record(tmp_path / "short.jsonl")
+    assert len(record.dispatches) == 5
+    assert replay(rule_engine(), record).difference is None
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match="is empty"):
+        read_record(tmp_path / "empty.jsonl")
+
+
+def test_llm_records_when_asked(tmp_path):
+    from engine.llm import LLM
+
+    path = tmp_path / "run.jsonl"
+    llm = LLM.from_params(CONFIG, PARAMS, record=path, **DEFAULTS)
+    params = SamplingParams(max_tokens=5, logit_bias={4: -np.inf})
+    got = llm.generate([PROMPTS[3]], params, use_tqdm=False)[0]
+    record = read_record(path)
+    arrival = record.dispatches[0].arrivals[0]
+    assert (arrival.prompt_ids, arrival.params) == (PROMPTS[3], params)
+    assert arrival.facts.seed == got.seed
+    assert record.about == {"model": "tiny", "dtype": "float32", "attention_impl": "auto"}
+    tokens = [token for events in record.emitted for _, _, token, _ in events]
+    assert tokens == got.outputs[0].token_ids
