@@ -59,10 +59,7 @@ def save(
         "out": snapshot.out,
         "aborts": snapshot.aborts,
         "next_uid": snapshot.next_uid,
-        "in_flight": [
-            [sent.sent_s - now_s, sent.budget, sent.emitted.extra.prompt is not None]
-            for sent in snapshot.in_flight
-        ],
+        "in_flight": [[sent.sent_s - now_s, sent.budget] for sent in snapshot.in_flight],
         "note": note,
     }
     with new_directory(Path(directory).absolute(), MARKER, overwrite=overwrite) as work:
@@ -75,7 +72,7 @@ def save(
 def load(engine: Engine, directory: str | Path) -> tuple[dict[str, list[Choice]], Any]:
     """Put an idle engine into the saved state: (requests by id, note).
 
-    ValueError, with the engine as it was, if the directory is damaged or is another engine's. The
+    ValueError, with the engine still idle, if the directory is damaged or another engine's. The
     engine's own cache is given up before the saved one is read: there may be no room for both.
     """
     directory = Path(directory).absolute()
@@ -85,12 +82,12 @@ def load(engine: Engine, directory: str | Path) -> tuple[dict[str, list[Choice]]
         raise ValueError("a record begins with an empty engine; load without recording")
     _check_marker(engine, directory)
     host, requests = _read_host(engine, directory)
-    arrays = _restore_arrays(engine, directory, host["in_flight"])
+    arrays = _restore_arrays(engine, directory, [budget for _, budget in host["in_flight"]])
     now_s = engine.clock()
     emissions = jax.tree.map(np.asarray, arrays["in_flight"])
     in_flight = [
         Sent(age_s + now_s, budget, emitted)
-        for (age_s, budget, _), emitted in zip(host["in_flight"], emissions, strict=True)
+        for (age_s, budget), emitted in zip(host["in_flight"], emissions, strict=True)
     ]
     engine.restore(
         Snapshot(
@@ -153,20 +150,15 @@ def _read_host(engine: Engine, directory: Path) -> tuple[dict, dict[str, list[Ch
     return host, requests
 
 
-def _restore_arrays(engine: Engine, directory: Path, in_flight: Sequence) -> dict[str, Any]:
+def _restore_arrays(engine: Engine, directory: Path, budgets: Sequence[int]) -> dict[str, Any]:
     snapshot = engine.snapshot()
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def like(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here)
 
-    target = _arrays(snapshot) | {"in_flight": []}
-    for _, budget, with_prompt in in_flight:
-        emitted = engine.emission_like(budget)
-        if not with_prompt:
-            emitted = emitted.replace(extra=emitted.extra.replace(prompt=None))
-        target["in_flight"].append(emitted)
-    target = jax.tree.map(like, target)
+    emissions = [engine.emission_like(budget) for budget in budgets]
+    target = jax.tree.map(like, _arrays(snapshot) | {"in_flight": emissions})
     for leaf in jax.tree.leaves((snapshot.cache, snapshot.state)):
         leaf.delete()
     try:

@@ -66,6 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--num-pages", type=int, help="pages in the cache (default: as needed)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--record", help="write a record of the run here, for scripts/replay.py")
     return parser.parse_args()
 
 
@@ -88,6 +89,7 @@ def main() -> None:
         max_model_len=length_bucket(prompts, args.max_tokens, model.config.max_position),
         page_size=args.page_size,
         num_pages=args.num_pages,
+        record=args.record,
     )
     print("preparing programs (compiled once, then kept)", file=sys.stderr)
     outputs, times = stream(llm, prompts, params, show=not args.json)
