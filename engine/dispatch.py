@@ -8,7 +8,6 @@ from it as if it were the first.
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
 from engine.outputs import RequestTimes
@@ -124,7 +123,7 @@ def make_inbox(config: EngineConfig, limits: SamplingLimits, dispatch: Dispatch)
     """A dispatch as arrays of fixed size; it must fit."""
     A = config.inbox_size
     rows = empty_rows(A, limits)
-    requests = jax.tree.map(np.array, empty_requests(A, config.max_stop_ids, rows))
+    requests = empty_requests(A, config.max_stop_ids, rows)
     tokens_Y, start_A, used = np.zeros(config.inbox_tokens, np.int32), np.zeros(A, np.int32), 0
     for a, choice in enumerate(dispatch.arrivals):
         for name in ("uid", "max_len", "priority", "parent_uid", "salt"):
@@ -139,7 +138,7 @@ def make_inbox(config: EngineConfig, limits: SamplingLimits, dispatch: Dispatch)
         fill_row(requests.sampling, a, choice.params, choice.facts, limits)
     abort_A = np.full(A, NO_UID, np.int32)
     abort_A[: len(dispatch.aborts)] = dispatch.aborts
-    forks_F = jax.tree.map(np.array, no_forks(config.max_num_seqs))
+    forks_F = no_forks(config.max_num_seqs)
     for f, fork in enumerate(dispatch.forks):
         entry = forks_F.to_uid_F, forks_F.from_uid_F, forks_F.length_F, forks_F.token_F
         for array, value in zip(entry, fork, strict=True):

@@ -19,6 +19,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 EMPTY, WAITING, RUNNING = 0, 1, 2  # status_S
@@ -218,7 +219,7 @@ def init_state(config: EngineConfig, sampling_S: object) -> BatchState:
 
     return BatchState(
         slots=Slots(
-            requests=empty_requests(S, config.max_stop_ids, sampling_S),
+            requests=jax.tree.map(jnp.array, empty_requests(S, config.max_stop_ids, sampling_S)),
             status_S=zeros(S),
             tokens_SX=zeros(S, M * C),
             num_tokens_S=zeros(S),
@@ -249,25 +250,30 @@ def init_state(config: EngineConfig, sampling_S: object) -> BatchState:
     )
 
 
+# What follows is built on the host: a device array would wait for the dispatch that runs.
+
+
 def empty_requests(count: int, max_stop_ids: int, sampling: object) -> Requests:
-    def zeros() -> jax.Array:  # one buffer each: the state is donated
-        return jnp.zeros(count, jnp.int32)
+    """`count` entries that hold no request."""
+
+    def full(value: int, *shape: int) -> np.ndarray:
+        return np.full((count, *shape), value, np.int32)
 
     return Requests(
-        uid=jnp.full(count, NO_UID, jnp.int32),
-        prompt_len=zeros(),
-        max_len=zeros(),
-        priority=zeros(),
-        parent_uid=jnp.full(count, NO_UID, jnp.int32),
-        salt=zeros(),
-        score_prompt=zeros(),
-        stop_ids=jnp.full((count, max_stop_ids), NO_TOKEN, jnp.int32),
+        uid=full(NO_UID),
+        prompt_len=full(0),
+        max_len=full(0),
+        priority=full(0),
+        parent_uid=full(NO_UID),
+        salt=full(0),
+        score_prompt=full(0),
+        stop_ids=full(NO_TOKEN, max_stop_ids),
         sampling=sampling,
     )
 
 
 def no_forks(count: int) -> Forks:
-    def full(value: int) -> jax.Array:
-        return jnp.full(count, value, jnp.int32)
+    def full(value: int) -> np.ndarray:
+        return np.full(count, value, np.int32)
 
     return Forks(full(NO_UID), full(NO_UID), full(0), full(NO_TOKEN))

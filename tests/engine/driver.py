@@ -36,7 +36,7 @@ def compiled_step(config: EngineConfig):
 
 def make_inbox(config: EngineConfig, requests: list[Request], aborts: list[int]) -> Inbox:
     A = config.inbox_size
-    fields = jax.tree.map(np.array, empty_requests(A, config.max_stop_ids, None))
+    fields = empty_requests(A, config.max_stop_ids, None)
     tokens_Y = np.zeros(config.inbox_tokens, np.int32)
     start_A, used = np.zeros(A, np.int32), 0
     for a, request in enumerate(requests):
@@ -54,7 +54,7 @@ def make_inbox(config: EngineConfig, requests: list[Request], aborts: list[int])
         tokens_Y=tokens_Y,
         start_A=start_A,
         abort_A=abort_A,
-        forks=jax.tree.map(np.array, no_forks(config.max_num_seqs)),
+        forks=no_forks(config.max_num_seqs),
     )
 
 

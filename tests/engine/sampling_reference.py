@@ -49,7 +49,7 @@ def arrays(cases: Sequence[Case], slots: Sequence[int] | None = None):
     """
     slots = range(len(cases)) if slots is None else slots
     rows = empty_rows(ROWS, LIMITS)
-    requests = jax.tree.map(np.array, empty_requests(ROWS, MAX_STOP_IDS, rows))
+    requests = empty_requests(ROWS, MAX_STOP_IDS, rows)
     tokens_SX = np.full((ROWS, ROOM), 5, np.int32)  # a real id
     slot_R = np.full(ROWS, ROWS, np.int32)
     num_tokens_R = np.zeros(ROWS, np.int32)
