@@ -10,7 +10,16 @@ from engine.sampling_params import SamplingParams
 from models.batch import ragged_batch
 from models.kv_cache import init_cache
 from models.model import cache_specs, forward, unembed
-from tests.engine.test_llm import CONFIG, DEFAULTS, MAX_LEN, PARAMS, PROMPTS, expected, fresh_llm
+from tests.engine.test_llm import (
+    CONFIG,
+    DEFAULTS,
+    MAX_LEN,
+    PARAMS,
+    PROMPTS,
+    expected,
+    fresh_llm,
+    shared_llm,
+)
 from tests.tiny import VOCAB
 
 SOFTCAP = CONFIG.__class__(**{**vars(CONFIG), "final_softcap": 2.0})
@@ -64,7 +73,7 @@ def assert_right(output, prompt, count, softcap=None):
 
 @pytest.fixture(scope="module")
 def llm():
-    return fresh_llm()
+    return shared_llm()
 
 
 def test_every_position_in_chunks_and_batches(llm):
@@ -112,16 +121,21 @@ def test_b46_preemption_neither_loses_nor_repeats_any():
     assert [o.outputs[0].token_ids for o in outputs] == expected(PROMPTS, 12)
 
 
-@pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 1}, {"overlap": False}], ids=str)
-def test_schedules_change_nothing(settings):
-    llm = fresh_llm(**settings)
+def test_a_budget_of_one_token_changes_nothing():
+    llm = fresh_llm(max_num_batched_tokens=1, overlap=False)
     for output, prompt in zip(ask(llm, PROMPTS[:6], 1), PROMPTS[:6], strict=True):
         assert_right(output, prompt, 1)
 
 
-def test_the_final_softcap_is_part_of_the_logits():
-    llm = LLM.from_params(SOFTCAP, PARAMS, **DEFAULTS)
-    assert_right(ask(llm, [PROMPTS[5]], 2)[0], PROMPTS[5], 2, softcap=2.0)
+def test_the_final_softcap_counts_and_no_logits_of_a_whole_pass_exist():
+    budget = 80
+    llm = LLM.from_params(SOFTCAP, PARAMS, **DEFAULTS | {"max_num_batched_tokens": budget})
+    prompt = (PROMPTS[6] * 2)[:50]  # two blocks of one pass
+    assert_right(ask(llm, [prompt], 2)[0], prompt, 2, softcap=2.0)
+    for program in llm.engine._programs.values():
+        text = program.as_text()
+        assert f"f32[32,{VOCAB}]" in text
+        assert f"f32[{budget},{VOCAB}]" not in text
 
 
 def test_b19_no_setting_touches_them(llm):
@@ -140,13 +154,3 @@ def test_more_than_the_engine_reports_are_refused(llm, count):
     with pytest.raises(ValueError, match=f"prompt_logprobs asks for {count}, the engine holds 20"):
         ask(llm, [[1]], count)
     assert not llm.engine.has_unfinished
-
-
-def test_the_programs_hold_no_logits_of_a_whole_pass():
-    budget = 80
-    llm = fresh_llm(max_num_batched_tokens=budget)
-    llm.engine.compile()
-    for program in llm.engine._programs.values():
-        text = program.as_text()
-        assert f"f32[32,{VOCAB}]" in text
-        assert f"f32[{budget},{VOCAB}]" not in text
