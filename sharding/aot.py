@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from sharding.targets import Target, gpu_description, missing_compiler, parse_ta
 @dataclass(frozen=True)
 class Program:
     """What an entry function returns: `args` are abstract arrays with shardings on the mesh it was
-    given. Copies of arrays of the shapes in `watched` are reported."""
+    given. `parts` names pytrees among them whose bytes are told apart; copies of arrays as large
+    as those in `watched` are reported."""
 
     fn: Callable
     args: tuple[Any, ...]
     donate_argnums: tuple[int, ...] = ()
+    parts: Mapping[str, Any] = field(default_factory=dict)
     watched: Any = ()
     out_shardings: Any = None
 
@@ -40,6 +42,7 @@ class Program:
 class Compiled:
     """One compiled program. Bytes are per device; `peak_bytes` is what it needs at once.
 
+    part_bytes      of each of the program's parts
     error           the compiler's own words if it refused, and then the rest is empty
     alias_bytes     of the outputs that take a donated argument's place
     cost            the compiler's cost analysis; a Pallas kernel counts only what it declares
@@ -51,15 +54,16 @@ class Compiled:
     target: str
     num_devices: int
     compile_s: float
+    part_bytes: Mapping[str, int]
     error: str | None = None
     argument_bytes: int = 0
     output_bytes: int = 0
     alias_bytes: int = 0
     temp_bytes: int = 0
     code_bytes: int = 0
-    cost: Mapping[str, float] | None = None
+    cost: Mapping[str, float] = field(default_factory=dict)
     main: Region | None = None
-    collectives: Mapping[str, int] | None = None
+    collectives: Mapping[str, int] = field(default_factory=dict)
     watched_copies: tuple[Op, ...] = ()
     kernels: tuple[TpuKernel | GpuKernel, ...] = ()
 
@@ -99,7 +103,7 @@ def compile_for(
 
     `kernels` adds bundle counts or register reports; libtpu's dump of a large program takes long
     and hundreds of megabytes while it lasts. ValueError: unknown target, compiler not installed,
-    no such topology, or the entry refused its arguments.
+    no such topology, or the entry refused its arguments. OSError: the child died or took too long.
     """
     resolved = parse_target(target)
     if missing := missing_compiler(resolved):
@@ -118,19 +122,24 @@ def compile_for(
         )
         question.write_bytes(pickle.dumps(request))
         command = [sys.executable, "-m", "sharding.aot_child", str(question), str(answer), str(log)]
-        with log.open("wb") as stderr:
-            child = subprocess.run(
-                command,
-                env=_environment(request, kernels),
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                timeout=timeout_s,
-                check=False,
-            )
+        with log.open("wb") as output:
+            try:
+                child = subprocess.run(
+                    command,
+                    env=_environment(request, kernels),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=timeout_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(
+                    f"compiling for {target} took more than {timeout_s} s; allow more time"
+                ) from None
         if not answer.exists():
             tail = log.read_text("utf-8", "replace")[-2000:]
-            raise RuntimeError(
+            raise ChildProcessError(
                 f"the compiler for {target} ended with exit code {child.returncode}:\n{tail}"
             )
         result = pickle.loads(answer.read_bytes())  # written by our own child

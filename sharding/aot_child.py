@@ -1,10 +1,12 @@
 """The process in which `sharding.aot` compiles: reads a question, writes an answer, and ends."""
 
 import importlib
+import math
 import pickle
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -76,7 +78,8 @@ def _build(request: Request, mesh: Mesh) -> Program:
 def _compile(request: Request, program: Program, mesh: Mesh, log: Path) -> Compiled:
     start = time.perf_counter()
     target = request.target
-    about = {"target": target.name, "num_devices": mesh.size}
+    parts = {name: _device_bytes(tree) for name, tree in program.parts.items()}
+    about = {"target": target.name, "num_devices": mesh.size, "part_bytes": parts}
     jitted = jax.jit(
         program.fn, donate_argnums=program.donate_argnums, out_shardings=program.out_shardings
     )
@@ -91,7 +94,7 @@ def _compile(request: Request, program: Program, mesh: Mesh, log: Path) -> Compi
     compile_s = time.perf_counter() - start
     main = hlo.program(compiled.as_text())
     memory = compiled.memory_analysis()
-    shapes = {_shape(x, mesh) for x in jax.tree.leaves(program.watched)}
+    shapes = {_shape(x) for x in jax.tree.leaves(program.watched)}
     return Compiled(
         **about,
         compile_s=compile_s,
@@ -108,9 +111,15 @@ def _compile(request: Request, program: Program, mesh: Mesh, log: Path) -> Compi
     )
 
 
-def _shape(x: jax.ShapeDtypeStruct, mesh: Mesh) -> str:
+def _device_bytes(tree: Any) -> int:
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def _shape(x: jax.ShapeDtypeStruct) -> str:
     """As HLO writes the shard of one device: `bf16[8,16]`."""
-    shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
+    shape = x.sharding.shard_shape(x.shape)
     letters = {"bfloat16": "bf16", "bool": "pred"}
     name = letters.get(x.dtype.name) or x.dtype.name
     for long, short in (("float8_", "f8"), ("float", "f"), ("uint", "u"), ("int", "s")):

@@ -1,0 +1,139 @@
+"""The engine's programs over abstract arguments, to be compiled for chips that are not here.
+
+Each function takes a mesh with the axis `tensor` and returns the `Program` that the engine would
+run there: weights and cache are split by the tensor parallel rules, the engine's state is on every
+device. Nothing is allocated, whatever the sizes.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from engine.dispatch import Dispatch, make_inbox
+from engine.network import NetworkModel
+from engine.sampling_rows import SamplingLimits, empty_rows
+from engine.schedule import admit, allocate, commit, schedule
+from engine.state import EngineConfig, init_state
+from engine.step import advance
+from models.config import ModelConfig
+from models.kv_cache import cache_shardings, init_cache
+from models.model import cache_specs, declare
+from models.params import abstract, shardings
+from models.presets import preset
+from sharding.aot import Program
+from sharding.axes import TENSOR_PARALLEL, Rules
+
+
+def scheduling_round(mesh: Mesh, **sizes: int) -> Program:
+    """Admit, schedule, allocate and commit (which publishes and retires), without a model.
+
+    `sizes` are fields of `EngineConfig`.
+    """
+    config = EngineConfig(**sizes)
+
+    def one_round(state, token_R, ok_R):
+        state = admit(config, state)
+        state, plan = allocate(config, state, schedule(config, state))
+        return commit(config, state, plan, token_R, ok_R)
+
+    state = jax.eval_shape(partial(init_state, config, None))
+    rows = (config.max_num_seqs,)
+    arguments = (
+        state,
+        jax.ShapeDtypeStruct(rows, jnp.int32),
+        jax.ShapeDtypeStruct(rows, jnp.bool_),
+    )
+    return Program(one_round, _on_all(mesh, arguments), donate_argnums=(0,))
+
+
+def engine_config(
+    *, num_rows: int, max_model_len: int, num_pages: int, page_size: int, token_budget: int
+) -> EngineConfig:
+    """The sizes that `LLM` derives from these."""
+    return EngineConfig(
+        max_num_seqs=num_rows,
+        num_slots=2 * num_rows,
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        page_size=page_size,
+        token_budget=token_budget,
+        inbox_size=min(2 * num_rows, 64),
+        inbox_tokens=max(max_model_len, 4 * token_budget),
+    )
+
+
+def network_step(
+    mesh: Mesh,
+    *,
+    model: str,
+    dtype: str,
+    width: int,
+    num_layers: int | None = None,
+    attention_impl: str = "auto",
+    **sizes: int,
+) -> Program:
+    """`advance` of a preset whose prefill pass is `width` tokens wide; `sizes` as `engine_config`.
+
+    `num_layers` keeps only that many, for programs that compile sooner. The cache is donated and
+    watched.
+    """
+    network = preset(model)
+    network = replace(network, layers=network.layers[:num_layers])
+    config = replace(engine_config(**sizes), token_budget=width)
+    limits = SamplingLimits(vocab_size=network.vocab_size)
+    step_model = NetworkModel(network, limits, jnp.dtype(dtype), attention_impl)
+    params = _abstract_params(network, mesh, dtype)
+    cache = _abstract_cache(network, config, mesh, dtype)
+    state = jax.eval_shape(
+        lambda: init_state(config, jax.tree.map(jnp.asarray, empty_rows(config.num_slots, limits)))
+    )
+    inbox = make_inbox(config, limits, Dispatch([], [], rounds=1, budget=width))
+    inbox = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), inbox)
+    rounds = jax.ShapeDtypeStruct((), jnp.int32)
+    cache_places = jax.tree.map(lambda x: x.sharding, cache)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return Program(
+        partial(advance, config, step_model),
+        (params, cache, *_on_all(mesh, (state, inbox, rounds))),
+        donate_argnums=(1, 2),
+        parts={"parameters": params, "cache": cache},
+        watched=cache,
+        out_shardings=(cache_places, everywhere, everywhere),
+    )
+
+
+def rules_for(network: ModelConfig, num_devices: int) -> Rules:
+    """Tensor parallel rules for this model: an embedding whose rows do not divide stays whole.
+
+    ValueError where heads or MLP columns do not divide.
+    """
+    if network.vocab_size % num_devices:
+        return {axis: place for axis, place in TENSOR_PARALLEL.items() if axis != "vocab"}
+    return TENSOR_PARALLEL
+
+
+def _abstract_params(network: ModelConfig, mesh: Mesh, dtype: str) -> Any:
+    declaration = declare(network)
+    places = shardings(declaration, mesh, rules_for(network, mesh.size))
+    return jax.tree.map(_placed, abstract(declaration, dtype), places)
+
+
+def _abstract_cache(network: ModelConfig, config: EngineConfig, mesh: Mesh, dtype: str) -> Any:
+    make = partial(init_cache, cache_specs(network), config.num_pages, config.page_size)
+    cache = jax.eval_shape(partial(make, jnp.dtype(dtype)))
+    places = cache_shardings(cache, mesh, rules_for(network, mesh.size))
+    return jax.tree.map(_placed, cache, places)
+
+
+def _on_all(mesh: Mesh, tree: Any) -> Any:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: _placed(x, everywhere), tree)
+
+
+def _placed(x: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

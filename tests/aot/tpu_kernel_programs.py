@@ -1,0 +1,153 @@
+"""Programs with the TPU attention kernel, to be compiled for chips that are not here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_paged_attention
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.chips import chip as chip_named
+from pallas_kernels.paged_attention import ragged_paged_attention
+from pallas_kernels.paged_attention.cases import CASES
+from pallas_kernels.paged_attention.layout import lanes_of, pages_shape, write_pages
+from sharding.aot import Program
+
+
+def _array(mesh: Mesh, shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def _call(mesh, chip, heads, page_size, slots, rows, columns, q_dtype, kv_dtype, pages):
+    """Abstract queries, pages, page table and three slot arrays."""
+    num_heads, num_kv_heads, head_dim = heads
+    shape = pages_shape(pages, page_size, num_kv_heads, head_dim, lanes_of(chip))
+    return (
+        _array(mesh, (rows, num_heads, head_dim), q_dtype),
+        _array(mesh, shape, kv_dtype),
+        _array(mesh, (slots, columns), jnp.int32),
+        *(_array(mesh, (slots,), jnp.int32) for _ in range(3)),
+    )
+
+
+def named_cases(mesh: Mesh, *, chip: str, dtype: str) -> Program:
+    """All named cases in one program."""
+    chip = chip_named(chip)
+    calls, static = [], []
+    for case in CASES:
+        heads = (case.num_heads, case.num_kv_heads, case.head_dim)
+        rows, slots = max(1, sum(case.q_lens)), len(case.q_lens)
+        columns = -(-max(case.kv_lens) // case.page_size)
+        pages = slots * columns + 1
+        call = _call(mesh, chip, heads, case.page_size, slots, rows, columns, dtype, dtype, pages)
+        sinks_N = _array(mesh, (case.num_heads,), jnp.float32) if case.sinks else None
+        calls.append((*call, sinks_N))
+        static.append(
+            {
+                "scale": case.scale,
+                "max_q_len": max(case.q_lens),
+                "window": case.window,
+                "softcap": case.softcap,
+            }
+        )
+
+    def attend(calls):
+        return [
+            ragged_paged_attention(*arrays, sinks_N=sinks_N, **kwargs, impl="tpu", chip=chip)
+            for (*arrays, sinks_N), kwargs in zip(calls, static, strict=True)
+        ]
+
+    return Program(attend, (calls,))
+
+
+def decode(
+    mesh: Mesh,
+    *,
+    chip: str,
+    heads: tuple[int, int, int] = (32, 8, 128),
+    page_size: int = 16,
+    kv_dtype: str = "bfloat16",
+    slots: int = 64,
+    columns: int = 512,
+    q_len: int = 1,
+) -> Program:
+    """One call of attention for slots that bring `q_len` tokens each."""
+    chip = chip_named(chip)
+    narrow = jnp.dtype(kv_dtype).itemsize == 1
+    call = _call(
+        mesh, chip, heads, page_size, slots, slots * q_len, columns, "bfloat16", kv_dtype, 4096
+    )
+    scale_2K = _array(mesh, (2, heads[1]), jnp.float32) if narrow else None
+    attend = functools.partial(
+        ragged_paged_attention, scale=heads[2] ** -0.5, max_q_len=q_len, impl="tpu", chip=chip
+    )
+    return Program(lambda *a: attend(*a[:-1], kv_scale_2K=a[-1]), (*call, scale_2K))
+
+
+def jax_decode(
+    mesh: Mesh,
+    *,
+    heads: tuple[int, int, int] = (32, 8, 128),
+    page_size: int = 16,
+    pages_per_block: int = 32,
+    slots: int = 64,
+    columns: int = 512,
+) -> Program:
+    """The same call with the kernel that comes with jax."""
+    num_heads, num_kv_heads, head_dim = heads
+    pages = _array(mesh, (num_kv_heads, 4096, page_size, head_dim), jnp.bfloat16)
+    attend = functools.partial(jax_paged_attention, pages_per_compute_block=pages_per_block)
+    return Program(
+        attend,
+        (
+            _array(mesh, (slots, num_heads, head_dim), jnp.bfloat16),
+            pages,
+            pages,
+            _array(mesh, (slots,), jnp.int32),
+            _array(mesh, (slots, columns), jnp.int32),
+        ),
+    )
+
+
+def layers(
+    mesh: Mesh, *, chip: str, max_q_len: int, rows: int, heads=(32, 8, 128), dtype="bfloat16"
+) -> Program:
+    """Two layers' donated pools, written and attended to in a loop of steps."""
+    chip = chip_named(chip)
+    slots, page_size, pages = 64, 16, 2048
+    q_TNH, pool, table_SM, *slot_arrays = _call(
+        mesh, chip, heads, page_size, slots, rows, 64, dtype, dtype, pages
+    )
+    row_T = _array(mesh, (rows,), jnp.int32)
+
+    def steps(pools, x_TNH, page_T, offset_T, table_SM, q_start_S, q_len_S, kv_len_S):
+        def step(_, carry):
+            pools, x_TNH = carry
+            written = []
+            for pool in pools:
+                k_TKH, v_TKH = x_TNH[:, : heads[1]], x_TNH[:, -heads[1] :]
+                pool = write_pages(pool, k_TKH, v_TKH, page_T, offset_T)
+                x_TNH = ragged_paged_attention(
+                    x_TNH, pool, table_SM, q_start_S, q_len_S, kv_len_S,
+                    scale=0.1, max_q_len=max_q_len, impl="tpu", chip=chip,
+                )  # fmt: skip
+                written.append(pool)
+            return written, x_TNH
+
+        return jax.lax.fori_loop(0, 3, step, (pools, x_TNH))
+
+    return Program(
+        steps,
+        ([pool, pool], q_TNH, row_T, row_T, table_SM, *slot_arrays),
+        donate_argnums=(0,),
+        watched=pool,
+    )
+
+
+def append(mesh: Mesh, *, chip: str, rows: int, heads=(32, 8, 128), dtype="bfloat16") -> Program:
+    """The write of one layer's new keys and values alone."""
+    _, num_kv_heads, head_dim = heads
+    shape = pages_shape(2048, 16, num_kv_heads, head_dim, lanes_of(chip_named(chip)))
+    pool, new = _array(mesh, shape, dtype), _array(mesh, (rows, num_kv_heads, head_dim), dtype)
+    row_T = _array(mesh, (rows,), jnp.int32)
+    return Program(write_pages, (pool, new, new, row_T, row_T), (0,), watched=pool)
