@@ -14,38 +14,48 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.paged_attention import reference, xla
-from pallas_kernels.paged_attention.problem import Problem, check
+from pallas_kernels.chips import Chip
+from pallas_kernels.paged_attention import reference, tpu, xla
+from pallas_kernels.paged_attention.spec import KernelSpec, check
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """`supports` gives None or the reason why it cannot take a problem; `attend` computes it."""
+    """`supports` gives None or the reason why it cannot take a call on a chip (None: the host's
+    CPU); `attend` computes it."""
 
-    supports: Callable[[Problem], str | None]
+    supports: Callable[[KernelSpec, Chip | None], str | None]
     attend: Callable[..., jax.Array]
 
 
 # In the order in which "auto" tries them.
 IMPLEMENTATIONS = {
+    "tpu": Implementation(tpu.supports, tpu.attend),
     "xla": Implementation(xla.supports, xla.attend),
     "reference": Implementation(reference.supports, reference.attend),
 }
 
 
-def choose(problem: Problem, impl: str = "auto") -> str:
-    """The name of the implementation that takes `problem`; ValueError with the reasons if none."""
+def refusals(spec: KernelSpec, chip: Chip | None, impl: str = "auto") -> dict[str, str | None]:
+    """Of each implementation that `impl` allows: None, or why it cannot take the call."""
     if impl != "auto" and impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}: must be one of {['auto', *IMPLEMENTATIONS]}")
     names = list(IMPLEMENTATIONS) if impl == "auto" else [impl]
-    reasons = {name: IMPLEMENTATIONS[name].supports(problem) for name in names}
+    return {name: IMPLEMENTATIONS[name].supports(spec, chip) for name in names}
+
+
+def choose(spec: KernelSpec, chip: Chip | None = None, impl: str = "auto") -> str:
+    """The name of the implementation that takes the call; ValueError with the reasons if none."""
+    reasons = refusals(spec, chip, impl)
     for name, reason in reasons.items():
         if reason is None:
             return name
     raise ValueError("; ".join(f"impl {name!r}: {reason}" for name, reason in reasons.items()))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "max_q_len", "window", "softcap", "impl"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "max_q_len", "window", "softcap", "impl", "chip")
+)
 def ragged_paged_attention(
     q_TNH: jax.Array,
     kv_pages: jax.Array,
@@ -59,7 +69,9 @@ def ragged_paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
+    kv_scale_2K: jax.Array | None = None,
     impl: str = "auto",
+    chip: Chip | None = None,
 ) -> jax.Array:
     """Causal attention of all slots' new tokens over their paged keys and values.
 
@@ -71,22 +83,26 @@ def ragged_paged_attention(
     window          how many keys a query sees at most, itself included
     softcap         scores become softcap * tanh(scores / softcap)
     sinks_N         one more logit per head in the softmax, whose value is dropped
+    kv_scale_2K     what the keys (0) and values (1) of each KV head are multiplied by, float32
+    chip            what the call is compiled for; None: the host's CPU
 
     Returns o_TNH in q's dtype, 0 in rows that no slot owns.
     """
-    problem = check(
+    spec = check(
         q_TNH,
         kv_pages,
         page_table_SM,
         q_start_S,
         q_len_S,
         kv_len_S,
+        scale=scale,
         max_q_len=max_q_len,
         window=window,
         softcap=softcap,
         sinks_N=sinks_N,
+        kv_scale_2K=kv_scale_2K,
     )
-    attend = IMPLEMENTATIONS[choose(problem, impl)].attend
+    attend = IMPLEMENTATIONS[choose(spec, chip, impl)].attend
     return attend(
         q_TNH,
         kv_pages,
@@ -99,4 +115,6 @@ def ragged_paged_attention(
         window=window,
         softcap=softcap,
         sinks_N=sinks_N,
+        kv_scale_2K=kv_scale_2K,
+        chip=chip,
     )

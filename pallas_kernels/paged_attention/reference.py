@@ -7,12 +7,13 @@ but the page layout. It copies the whole cache and takes one row after the other
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.chips import Chip
 from pallas_kernels.paged_attention.layout import read_dense
-from pallas_kernels.paged_attention.problem import Problem
+from pallas_kernels.paged_attention.spec import KernelSpec
 
 
-def supports(problem: Problem) -> str | None:
-    del problem
+def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
+    del spec, chip
     return None
 
 
@@ -29,13 +30,18 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks_N: jax.Array | None,
+    kv_scale_2K: jax.Array | None = None,
+    chip: Chip | None = None,
 ) -> jax.Array:
     """Attention of every row to the keys of its slot, 0 for rows that no slot owns."""
-    del max_q_len  # a bound for implementations that need one
+    del max_q_len, chip  # for implementations that need them
     num_rows, num_heads, head_dim = q_TNH.shape
-    k_SXKH, v_SXKH = read_dense(kv_pages, page_table_SM)
+    k_SXKH, v_SXKH = read_dense(kv_pages, page_table_SM, head_dim)
     num_kv_heads = k_SXKH.shape[2]
     x_X = jnp.arange(k_SXKH.shape[1])
+    k_scale_K1, v_scale_K1 = (
+        jnp.ones((2, num_kv_heads, 1)) if kv_scale_2K is None else kv_scale_2K[..., None]
+    )
 
     def attend_row(t):
         owns_S = (q_start_S <= t) & (t < q_start_S + q_len_S)
@@ -46,8 +52,8 @@ def attend(
             visible_X &= x_X > position - window
 
         q_KGH = q_TNH[t].reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)
-        k_XKH = k_SXKH[s].astype(jnp.float32)
-        v_XKH = jnp.where(visible_X[:, None, None], v_SXKH[s].astype(jnp.float32), 0.0)
+        k_XKH = k_SXKH[s].astype(jnp.float32) * k_scale_K1
+        v_XKH = jnp.where(visible_X[:, None, None], v_SXKH[s].astype(jnp.float32) * v_scale_K1, 0.0)
         score_KGX = scale * jnp.einsum("KGH,XKH->KGX", q_KGH, k_XKH, precision="highest")
         if softcap is not None:
             score_KGX = softcap * jnp.tanh(score_KGX / softcap)

@@ -1,8 +1,8 @@
 """Ragged paged attention on a TPU: what the Mosaic kernel takes and how a call is packed for it.
 
 The slots' rows are cut into tiles of Q new tokens that never cross slots, and the queries of a tile
-are packed into matmul rows (`pack`). One kernel call takes the slots with few new tokens (decode and
-verification), a second one those with many (chunks of a prompt), see `tpu_kernel`.
+are packed into matmul rows (`pack`). One kernel call takes the slots with few new tokens (decode
+and verification), a second one those with many (chunks of a prompt), see `tpu_kernel`.
 
 Invariant: only page table entries of a slot's visible positions are read.
 
@@ -11,8 +11,6 @@ L lanes of a page row, F heads that share a row, G query heads per KV head.
 """
 
 import functools
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -20,34 +18,54 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.chips import Chip
+from pallas_kernels.paged_attention import tpu_kernel
+from pallas_kernels.paged_attention.spec import KernelSpec, check
 from pallas_kernels.paged_attention.tpu_kernel import LANES, Plan, kernel
+from pallas_kernels.paged_attention.tpu_sizes import (
+    SUBLANES,
+    Sizes,
+    default_sizes,
+    vmem_bytes,
+)
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+KV_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+PAGE_SIZES = (16, 256)
 
 
-SUBLANES = 8
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of one kernel call; results do not depend on them beyond rounding."""
-
-    queries: int  # new tokens of a tile, a power of two
-    pages: int  # of a block
-    buffers: int  # blocks in vector memory, a power of two
-    vmem_bytes: int | None = None
-
-
-def default_sizes(q_TNH: jax.Array, kv_pages: jax.Array, most_rows: int) -> tuple[Sizes, ...]:
-    """Blocks of about 2 MiB, so that a few of them in flight hide the latency of the memory."""
-    _, parts, R, C, L = kv_pages.shape
-    page_bytes = parts * R * C * L * kv_pages.dtype.itemsize
-    unit = math.lcm(C, LANES) // C  # blocks of whole vector registers of scores
-    pages = max(1, min((2 << 20) // page_bytes, 512 // C) // unit) * unit
-    vmem_bytes = 64 << 20
-    group = q_TNH.shape[1] // R
-    if most_rows <= 16:
-        return (Sizes(1 << (most_rows - 1).bit_length(), pages, 4, vmem_bytes),)
-    queries = max(8, min(128, 256 // group))
-    return Sizes(1, pages, 4, vmem_bytes), Sizes(1 << (queries.bit_length() - 1), pages, 4, vmem_bytes)
+def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
+    """None, or why the kernel cannot take the call on this chip."""
+    if chip is None or chip.kind != "tpu":
+        return f"needs a TPU, the call is for {chip.name if chip else 'the host CPU'}"
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head width {spec.head_dim}: must be one of {HEAD_DIMS}"
+    if spec.head_dim < LANES and LANES % spec.head_dim == 0 and spec.page_lanes != LANES:
+        return (
+            f"rows of a page are {spec.page_lanes} wide: heads of {spec.head_dim} must share rows "
+            f"of {LANES}, see pages_shape"
+        )
+    if spec.q_dtype not in ("bfloat16", "float32"):
+        return f"queries are {spec.q_dtype}: must be bfloat16 or float32"
+    if spec.kv_dtype not in KV_DTYPES:
+        return f"pages are {spec.kv_dtype}: must be one of {KV_DTYPES}"
+    low, high = PAGE_SIZES
+    if spec.page_size % low or not low <= spec.page_size <= high:
+        return f"page size {spec.page_size}: must be a multiple of {low} up to {high}"
+    table_bytes = 4 * spec.num_slots * spec.pages_per_slot
+    if table_bytes > chip.smem_bytes // 2:
+        return (
+            f"page table of {spec.num_slots} slots x {spec.pages_per_slot} pages is "
+            f"{table_bytes:,} bytes: scalar memory has {chip.smem_bytes // 2:,} for it; use larger "
+            "pages or fewer slots"
+        )
+    needed = max(vmem_bytes(spec, each) for each in default_sizes(spec, chip))
+    if needed > chip.vmem_bytes * 3 // 4:
+        return (
+            f"blocks, queries and scores take {needed:,} bytes: vector memory has "
+            f"{chip.vmem_bytes * 3 // 4:,} for them; use smaller pages"
+        )
+    return None
 
 
 class Tiles(NamedTuple):
@@ -59,23 +77,23 @@ class Tiles(NamedTuple):
     position: jax.Array
 
 
-def cut(q_start_S, q_len_S, kv_len_S, queries: int, num_tiles: int) -> tuple[Tiles, jax.Array]:
-    """The slots' rows in tiles of at most `queries`, and the number of tiles that have any."""
-    end_S = jnp.cumsum((q_len_S + queries - 1) // queries)
+def cut(q_start_S, q_len_S, kv_len_S, queries: int, num_tiles: int) -> Tiles:
+    """The slots' rows in tiles of at most `queries`; tiles past the last one have no rows."""
+    tiles_S = (q_len_S + queries - 1) // queries
+    end_S = jnp.cumsum(tiles_S)
     z_Z = jnp.arange(num_tiles, dtype=jnp.int32)
     slot_Z = jnp.searchsorted(end_S, z_Z, side="right", method="compare_all").astype(jnp.int32)
 
     def of_slot(a_S):
         return a_S.at[slot_Z].get(mode="fill", fill_value=0)
 
-    first_Z = (z_Z - of_slot(end_S - (q_len_S + queries - 1) // queries)) * queries
-    tiles = Tiles(
+    first_Z = (z_Z - of_slot(end_S - tiles_S)) * queries
+    return Tiles(
         slot=slot_Z,
         row=of_slot(q_start_S) + first_Z,
         rows=jnp.clip(of_slot(q_len_S) - first_Z, 0, queries),
         position=of_slot(kv_len_S - q_len_S) + first_Z,
     )
-    return tiles, end_S[-1]
 
 
 def pack(q_ZQNH: jax.Array, kv_pages: jax.Array) -> jax.Array:
@@ -121,47 +139,51 @@ def _per_row(a_N: jax.Array, queries: int, shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(a_RM[..., None], (R, M, LANES))
 
 
-def run_pass(
-    q_TNH, kv_pages, page_table_SM, tiles: Tiles, num_tiles, sizes: Sizes, *,
-    scale, window, softcap, sinks_N, kv_scale_2K, interpret,
-):  # fmt: skip
+def _run(
+    arrays, tiles: Tiles, num_tiles, spec: KernelSpec, sizes: Sizes, chip: Chip | None, interpret
+) -> jax.Array:
     """o_ZQNH of all tiles; what tiles without rows hold is unspecified."""
-    _, N, H = q_TNH.shape
+    q_TNH, kv_pages, page_table_SM, sinks_N, kv_scale_2K = arrays
     _, parts, R, C, L = kv_pages.shape
-    Q, Z = sizes.queries, tiles.slot.shape[0]
+    N, Q = spec.num_heads, sizes.queries
     block = sizes.pages * C
 
     i_Q = jnp.arange(Q)
-    row_ZQ = jnp.where(i_Q < tiles.rows[:, None], tiles.row[:, None] + i_Q, q_TNH.shape[0])
-    q_ZQNH = q_TNH.at[row_ZQ].get(mode="fill", fill_value=0)
-    q_ZRML = pack(q_ZQNH, kv_pages)
+    row_ZQ = jnp.where(i_Q < tiles.rows[:, None], tiles.row[:, None] + i_Q, spec.num_rows)
+    q_ZRML = pack(q_TNH.at[row_ZQ].get(mode="fill", fill_value=0), kv_pages)
     M = q_ZRML.shape[2]
 
     last_Z = tiles.position + tiles.rows - 1
     first_Z = jnp.zeros_like(last_Z)
-    if window is not None:
-        first_Z = jnp.maximum(tiles.position - window + 1, 0)
+    if spec.window is not None:
+        first_Z = jnp.maximum(tiles.position - spec.window + 1, 0)
     begin_Z, end_Z = first_Z // block, last_Z // block + 1
     rounds = jnp.sum(jnp.where(tiles.rows > 0, end_Z - begin_Z, 0))
+    in_scalar_memory = tpu_kernel.Tiles(tiles.slot, tiles.position, first_Z, last_Z, begin_Z, end_Z)
 
-    def ahead(a_Z):  # the cursor that runs ahead reads one entry past the last tile
-        return jnp.pad(a_Z, (0, 1))
-
-    sinks = jnp.full((N,), -jnp.inf) if sinks_N is None else sinks_N
-    scaled = kv_scale_2K is not None
+    sink_N = jnp.full((N,), -jnp.inf) if sinks_N is None else sinks_N
     scale_2RM = jnp.zeros((2, 1, SUBLANES, LANES), jnp.float32)
-    if scaled:
-        per_head_2N = jnp.repeat(kv_scale_2K, N // kv_scale_2K.shape[1], axis=1)
-        per_head_2N *= jnp.array([[scale], [1.0]], jnp.float32)
-        scale_2RM = jnp.stack([_per_row(a_N, Q, q_ZRML.shape) for a_N in per_head_2N])
-    plan = Plan(Q, sizes.pages, sizes.buffers, page_table_SM.shape[1], scale, window, softcap)
+    if spec.kv_scales:
+        scale_2N = jnp.repeat(kv_scale_2K, N // spec.num_kv_heads, axis=1)
+        scale_2RM = jnp.stack([_per_row(a_N, Q, q_ZRML.shape) for a_N in scale_2N])
+    plan = Plan(
+        queries=Q,
+        pages=sizes.pages,
+        buffers=sizes.buffers,
+        pages_per_slot=spec.pages_per_slot,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        scaled=spec.kv_scales,
+        unrolled=M <= 4 * SUBLANES,
+    )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
     o_ZRML = pl.pallas_call(
-        functools.partial(kernel, plan=plan, scaled=scaled),
+        functools.partial(kernel, plan=plan),
         out_shape=jax.ShapeDtypeStruct(q_ZRML.shape, q_TNH.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=8,
+            num_scalar_prefetch=2 + len(in_scalar_memory),
             grid=(1,),
             in_specs=[hbm, hbm, vmem, vmem],
             out_specs=hbm,
@@ -177,17 +199,24 @@ def run_pass(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=sizes.vmem_bytes),
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=chip.vmem_bytes * 7 // 8 if chip else None,
+            # Bounds checks of every page copy cost more than the copy: tests make them instead.
+            disable_bounds_checks=True,
+        ),
         interpret=interpret,
         name=f"paged_attention_q{Q}",
     )(
         page_table_SM.reshape(-1),
-        ahead(tiles.slot), ahead(tiles.position), ahead(first_Z), ahead(last_Z),
-        ahead(begin_Z), ahead(end_Z),
         jnp.stack([num_tiles, rounds]).astype(jnp.int32),
-        q_ZRML, kv_pages, _per_row(sinks, Q, q_ZRML.shape), scale_2RM,
-    )  # fmt: skip
-    return unpack(o_ZRML, Q, N, H, parts)
+        # The cursor that runs ahead reads one entry past the last tile.
+        *(jnp.pad(a_Z, (0, 1)) for a_Z in in_scalar_memory),
+        q_ZRML,
+        kv_pages,
+        _per_row(sink_N, Q, q_ZRML.shape),
+        scale_2RM,
+    )
+    return unpack(o_ZRML, Q, N, spec.head_dim, parts)
 
 
 def attend(
@@ -204,6 +233,7 @@ def attend(
     softcap: float | None,
     sinks_N: jax.Array | None,
     kv_scale_2K: jax.Array | None = None,
+    chip: Chip | None = None,
     sizes: tuple[Sizes, ...] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
@@ -212,40 +242,33 @@ def attend(
     `sizes` in ascending order of `queries`: each takes the slots whose rows fit into one of its
     tiles and did not fit before, the last one takes all that are left.
     """
-    num_rows, num_slots = q_TNH.shape[0], q_len_S.shape[0]
-    most_rows = min(max_q_len, num_rows)
-    if sizes is None:
-        sizes = default_sizes(q_TNH, kv_pages, most_rows)
-    row_T = jnp.arange(num_rows, dtype=jnp.int32)
+    spec = check(
+        q_TNH, kv_pages, page_table_SM, q_start_S, q_len_S, kv_len_S,
+        scale=scale, max_q_len=max_q_len, window=window, softcap=softcap,
+        sinks_N=sinks_N, kv_scale_2K=kv_scale_2K,
+    )  # fmt: skip
+    arrays = (q_TNH, kv_pages, page_table_SM, sinks_N, kv_scale_2K)
+    row_T = jnp.arange(spec.num_rows, dtype=jnp.int32)
     owns_ST = (q_start_S[:, None] <= row_T) & (row_T < (q_start_S + q_len_S)[:, None])
     slot_T = jnp.argmax(owns_ST, axis=0)
-    owned_T = jnp.any(owns_ST & (kv_len_S > 0)[:, None], axis=0)
+    owned_T = jnp.any(owns_ST, axis=0)
     row_in_slot_T = row_T - q_start_S.at[slot_T].get(mode="clip")
 
     o_TNH = jnp.zeros_like(q_TNH)
     done = 0
+    sizes = sizes or default_sizes(spec, chip)
     for each in sizes:
-        last = each is sizes[-1]
-        mine_S = (q_len_S > done) & (last | (q_len_S <= each.queries))
-        done = each.queries
-        most = -(-most_rows // each.queries) if last else 1
-        tiles, num_tiles = cut(
-            q_start_S,
-            jnp.where(mine_S, q_len_S, 0),
-            kv_len_S,
-            each.queries,
-            min(num_slots * most, num_slots + num_rows // each.queries),
-        )
-        o_ZQNH = run_pass(
-            q_TNH, kv_pages, page_table_SM, tiles, num_tiles, each,
-            scale=scale, window=window, softcap=softcap, sinks_N=sinks_N,
-            kv_scale_2K=kv_scale_2K, interpret=interpret,
-        )  # fmt: skip
+        last, Q = each is sizes[-1], each.queries
+        mine_S = (q_len_S > done) & (last | (q_len_S <= Q))
+        tiles_S = jnp.where(mine_S, (q_len_S + Q - 1) // Q, 0)
+        most = -(-min(max_q_len, spec.num_rows) // Q) if last else 1
+        num_tiles = min(spec.num_slots * most, spec.num_slots + spec.num_rows // Q)
+        tiles = cut(q_start_S, jnp.where(mine_S, q_len_S, 0), kv_len_S, Q, num_tiles)
+        o_ZQNH = _run(arrays, tiles, jnp.sum(tiles_S), spec, each, chip, interpret)
         # Each row's place among the tiles: a gather, since a scatter may become a serial loop.
-        tiles_S = jnp.where(mine_S, (q_len_S + each.queries - 1) // each.queries, 0)
-        first_S = jnp.cumsum(tiles_S) - tiles_S
-        z_T = first_S.at[slot_T].get(mode="clip") + row_in_slot_T // each.queries
-        got_TNH = o_ZQNH.at[z_T, row_in_slot_T % each.queries].get(mode="clip")
+        z_T = (jnp.cumsum(tiles_S) - tiles_S).at[slot_T].get(mode="clip") + row_in_slot_T // Q
+        got_TNH = o_ZQNH.at[z_T, row_in_slot_T % Q].get(mode="clip")
         mine_T = owned_T & mine_S.at[slot_T].get(mode="clip")
         o_TNH = jnp.where(mine_T[:, None, None], got_TNH, o_TNH)
+        done = Q
     return o_TNH

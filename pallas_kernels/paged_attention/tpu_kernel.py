@@ -1,20 +1,25 @@
 """The Mosaic kernel of ragged paged attention: tiles of queries walk over their pages.
 
-A tile is up to Q new tokens of one slot with all heads; tile z attends to its blocks
-begin_Z[z] .. end_Z[z] - 1 of B = pages_per_block * C positions each. One flat loop runs over all
-blocks of all tiles. Each round starts the page copies of a block some rounds ahead, which may be the
-next slot's, so the memory is never idle between slots; one copy brings all heads' keys and values of
-a page. Scores, the running maximum and sum (Milakov and Gimelshein 2018) and the output are float32.
+A tile is up to Q new tokens of one slot with all their heads; tile z attends to its blocks
+begin[z] .. end[z] - 1 of B positions each, whole pages. One flat loop runs over all blocks of all
+tiles. Each round starts the page copies of a block some rounds ahead, which may be the next slot's,
+so the memory does not idle between slots; one copy brings a page with all its heads.
 
-q_ZRML     queries of tile z that read row R of a page, [tiles, rows, M, lanes]: M rows of a matmul
-           are (head of the row, head of the group, query), zero in the lanes of other streams
-kv_PXRCL   page pool: rows of C positions and L lanes, see `layout`
+q_ZRML     queries of tile z that read row R of a page; the M rows of a matmul are (head of the row,
+           head of the group, query) and zero in the lanes of other heads
+kv_PpRCL   page pool, see `layout`: p is keys or values, or 1 where they share a row
 o_ZRML     what the M rows collect from value row R, all lanes; the caller picks each head's own
 
-Invariant: what a block's buffer holds beyond a slot's first and last visible position is replaced by
-zeros before it is multiplied: stale memory, page tails and unfetched pages may hold NaN.
+Scores, running maximum and sum (Milakov and Gimelshein 2018) and output are float32; scores are in
+units of log2, so that a weight is one exp2. Maximum and sum are kept equal in all 128 lanes.
+
+Invariant: values outside a tile's first and last visible position are zeroed before they are
+multiplied, and scores there are masked: stale memory, page tails and pages that were not fetched
+may hold NaN. Only table entries of visible positions are read.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -32,176 +38,193 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class Plan:
     """The static facts of one kernel call."""
 
-    queries: int  # rows of q per tile, a power of two
-    pages: int  # per block
+    queries: int  # new tokens of a tile, a power of two
+    pages: int  # of a block
     buffers: int  # blocks in flight or in use, a power of two
     pages_per_slot: int
     scale: float
     window: int | None
     softcap: float | None
+    scaled: bool  # pages hold multiples of a scale per head
+    unrolled: bool  # all rows of a block in one stretch of code, which hides latencies of few rows
 
 
-class Scalars(NamedTuple):
-    """Scalar memory: per tile its slot, first query's position, visible positions, blocks."""
+class Tiles(NamedTuple):
+    """Scalar memory, per tile; one entry more than there are tiles."""
 
-    table: jax.Array  # page of column j of slot s at s * pages_per_slot + j
     slot: jax.Array
-    position: jax.Array
-    first_key: jax.Array
+    position: jax.Array  # of the tile's first query
+    first_key: jax.Array  # visible positions
     last_key: jax.Array
-    begin: jax.Array
+    begin: jax.Array  # blocks
     end: jax.Array
-    counts: jax.Array  # tiles, rounds
 
 
-def kernel(*refs, plan: Plan, scaled: bool):
-    """See the module's docstring; `scaled` tells whether score scales per row come as an array."""
-    scalars, refs = Scalars(*refs[:8]), refs[8:]
-    q_hbm, kv_hbm, sink_RM, scale_2RM, o_hbm, *scratch = refs
-    kv_buf, q_buf, o_buf, max_ref, sum_ref, acc_ref, kv_sem, q_sem, o_sem = scratch
-    num_rounds = scalars.counts[1]
-    page_size = kv_buf.shape[4]
+class Scratch(NamedTuple):
+    """Vector memory: page blocks, queries and outputs in turn, running maximum, sum and output."""
+
+    kv: jax.Array
+    q: jax.Array
+    o: jax.Array
+    max: jax.Array
+    sum: jax.Array
+    acc: jax.Array
+    kv_sem: jax.Array
+    q_sem: jax.Array
+    o_sem: jax.Array
+
+
+def kernel(table, counts, *refs, plan: Plan):
+    """table[s * pages_per_slot + j] is column j of slot s; counts are tiles and rounds."""
+    tiles, refs = Tiles(*refs[:6]), refs[6:]
+    q_hbm, kv_hbm, sink_RM, scale_2RM, o_hbm, *refs = refs
+    scratch = Scratch(*refs)
+    num_tiles, num_rounds = counts[0], counts[1]
+    page_size = scratch.kv.shape[4]
     block = plan.pages * page_size
 
     def pages_of(z, b):
         """Pages of block b that tile z needs, as a range inside the block."""
         column = b * plan.pages
-        begin = jnp.maximum(lax.div(scalars.first_key[z], page_size) - column, 0)
-        end = jnp.minimum(lax.div(scalars.last_key[z], page_size) + 1 - column, plan.pages)
+        begin = jnp.maximum(lax.div(tiles.first_key[z], page_size) - column, 0)
+        end = jnp.minimum(lax.div(tiles.last_key[z], page_size) + 1 - column, plan.pages)
         return begin, end
 
-    def each_page(z, b, buffer, act):
-        entry = scalars.slot[z] * plan.pages_per_slot + b * plan.pages
-
-        def one(i, _):
-            page = scalars.table[entry + i]
-            act(pltpu.make_async_copy(kv_hbm.at[page], kv_buf.at[buffer, i], kv_sem.at[buffer]))
-
-        begin, end = pages_of(z, b)
-        lax.fori_loop(begin, end, one, None)
-
     def following(z, b):
-        ends = b + 1 >= scalars.end[z]
-        z_next = jnp.minimum(jnp.where(ends, z + 1, z), scalars.slot.shape[0] - 1)
-        return z_next, jnp.where(ends, scalars.begin[z_next], b + 1)
+        ends = b + 1 >= tiles.end[z]
+        z_next = jnp.minimum(jnp.where(ends, z + 1, z), tiles.slot.shape[0] - 1)
+        return z_next, jnp.where(ends, tiles.begin[z_next], b + 1)
+
+    def fetch(round_, z, b, part=0, parts=1):
+        """Start a part of the page copies of a block; each is a predicated instruction."""
+        begin, end = pages_of(z, b)
+        end = jnp.where(round_ < num_rounds, end, 0)
+        buffer = round_ & (plan.buffers - 1)
+        entry = tiles.slot[z] * plan.pages_per_slot + b * plan.pages
+        for i in range(part * plan.pages // parts, (part + 1) * plan.pages // parts):
+
+            @pl.when((begin <= i) & (i < end))
+            def _(i=i):
+                source = kv_hbm.at[table[entry + i]]
+                target = scratch.kv.at[buffer, i]
+                pltpu.make_async_copy(source, target, scratch.kv_sem.at[buffer]).start()
+
+    def wait_for_pages(z, b, buffer):
+        """A semaphore counts bytes: wait for the number of pages in its binary digits."""
+        begin, end = pages_of(z, b)
+        for digit in range(plan.pages.bit_length()):
+
+            @pl.when(((end - begin) >> digit) & 1 == 1)
+            def _(some=1 << digit):
+                pages = scratch.kv.at[buffer, pl.ds(0, some)]
+                pltpu.make_async_copy(pages, pages, scratch.kv_sem.at[buffer]).wait()
 
     def q_copy(z):
-        return pltpu.make_async_copy(q_hbm.at[z], q_buf.at[z & 1], q_sem.at[z & 1])
+        return pltpu.make_async_copy(q_hbm.at[z], scratch.q.at[z & 1], scratch.q_sem.at[z & 1])
 
     def o_copy(z):
-        return pltpu.make_async_copy(o_buf.at[z & 1], o_hbm.at[z], o_sem.at[z & 1])
-
-    def fetch(round_, z, b):
-        @pl.when(round_ < num_rounds)
-        def _():
-            each_page(z, b, round_ & (plan.buffers - 1), lambda copy: copy.start())
+        return pltpu.make_async_copy(scratch.o.at[z & 1], o_hbm.at[z], scratch.o_sem.at[z & 1])
 
     def run_round(round_, cursors):
         z, b, z_ahead, b_ahead = cursors
-        fetch(round_ + plan.buffers - 1, z_ahead, b_ahead)
         buffer = round_ & (plan.buffers - 1)
 
-        @pl.when(b == scalars.begin[z])
+        @pl.when(b == tiles.begin[z])
         def _():
             q_copy(z).wait()
+            pl.when(z + 1 < num_tiles)(lambda: q_copy(z + 1).start())
+            # A sink is a key that was seen before all others and whose value is 0.
+            scratch.max[...] = jnp.maximum(sink_RM[...] * LOG2E, LOWEST)
+            scratch.sum[...] = jnp.exp2(sink_RM[...] * LOG2E - scratch.max[...])
+            scratch.acc[...] = jnp.zeros_like(scratch.acc)
 
-            @pl.when(z + 1 < scalars.counts[0])
-            def _():
-                q_copy(z + 1).start()
-
-            # A sink is a key seen before all others whose value is 0.
-            max_ref[...] = jnp.maximum(sink_RM[...], LOWEST)
-            sum_ref[...] = jnp.exp(sink_RM[...] - max_ref[...])
-            acc_ref[...] = jnp.zeros_like(acc_ref)
-
-        each_page(z, b, buffer, lambda copy: copy.wait())
-
-        first_key, last_key = scalars.first_key[z], scalars.last_key[z]
+        wait_for_pages(z, b, buffer)
+        first_key, last_key = tiles.first_key[z], tiles.last_key[z]
         begin = b * block
 
         @pl.when((begin < first_key) | (begin + block - 1 > last_key))
         def _():
-            _clear_outside(kv_buf, buffer, begin, first_key, last_key)
+            _clear_outside(scratch.kv, buffer, begin, first_key, last_key)
 
         _attend_block(
-            q_buf,
-            kv_buf,
-            max_ref,
-            sum_ref,
-            acc_ref,
-            scale_2RM.at[0] if scaled else None,
+            scratch,
+            scale_2RM.at[0],
+            lambda part, parts: fetch(round_ + plan.buffers - 1, z_ahead, b_ahead, part, parts),
             tile=z,
             buffer=buffer,
             begin=begin,
-            position=scalars.position[z],
+            position=tiles.position[z],
             last_key=last_key,
             plan=plan,
         )
 
-        @pl.when(b + 1 == scalars.end[z])
+        @pl.when(b + 1 == tiles.end[z])
         def _():
-            @pl.when(z >= 2)
-            def _():
-                o_copy(z - 2).wait()
-
-            sum_RML = _to_lanes(sum_ref[...], acc_ref.shape[-1])
-            out = acc_ref[...] / jnp.where(sum_RML == 0, 1.0, sum_RML)
-            if scaled:
-                out *= _to_lanes(scale_2RM[1], acc_ref.shape[-1])
-            o_buf[z & 1] = out.astype(o_buf.dtype)
+            pl.when(z >= 2)(lambda: o_copy(z - 2).wait())
+            sum_RML = _over_lanes(scratch.sum[...], scratch.acc.shape[-1])
+            out_RML = scratch.acc[...] / jnp.where(sum_RML == 0, 1.0, sum_RML)
+            if plan.scaled:
+                out_RML *= _over_lanes(scale_2RM[1], scratch.acc.shape[-1])
+            scratch.o[z & 1] = out_RML.astype(scratch.o.dtype)
             o_copy(z).start()
 
         return (*following(z, b), *following(z_ahead, b_ahead))
 
+    def fill(round_, cursor):
+        fetch(round_, *cursor)
+        return following(*cursor)
+
     @pl.when(num_rounds > 0)
     def _():
         q_copy(0).start()
-        ahead = (jnp.int32(0), scalars.begin[0])
-        for i in range(plan.buffers - 1):
-            fetch(i, *ahead)
-            ahead = following(*ahead)
-        lax.fori_loop(0, num_rounds, run_round, (jnp.int32(0), scalars.begin[0], *ahead))
-        tiles = scalars.counts[0]
-
-        @pl.when(tiles > 1)
-        def _():
-            o_copy(tiles - 2).wait()
-
-        o_copy(tiles - 1).wait()
+        first = (jnp.int32(0), tiles.begin[0])
+        ahead = lax.fori_loop(0, plan.buffers - 1, fill, first)
+        lax.fori_loop(0, num_rounds, run_round, (*first, *ahead))
+        pl.when(num_tiles > 1)(lambda: o_copy(num_tiles - 2).wait())
+        o_copy(num_tiles - 1).wait()
 
 
-def _to_lanes(x, lanes: int):
-    """x[..., 128], all lanes equal, as [..., lanes]."""
-    if lanes <= LANES:
-        return x[..., :lanes]
-    return jnp.concatenate([x] * (lanes // LANES), axis=-1)
+def _over_lanes(x: jax.Array, lanes: int) -> jax.Array:
+    """x[..., 128], equal in all lanes, as [..., lanes]."""
+    whole, rest = divmod(lanes, LANES)
+    return jnp.concatenate([x] * whole + [x[..., :rest]] * (rest > 0), axis=-1)
 
 
 def _clear_outside(kv_buf, buffer, begin, first_key, last_key):
     """Zero the values of positions outside first_key .. last_key in a block's buffer."""
-    _, pages, _, _, page_size, _ = kv_buf.shape
+    _, pages, parts, _, page_size, _ = kv_buf.shape
 
     def clear(i, _):
-        value = kv_buf.shape[2] - 1  # where keys and values share a row, both are cleared
-        x_RCL = kv_buf[buffer, i, value].astype(jnp.float32)
-        position = begin + i * page_size + lax.broadcasted_iota(jnp.int32, x_RCL.shape, 1)
-        real = (position >= first_key) & (position <= last_key)
-        kv_buf[buffer, i, value] = jnp.where(real, x_RCL, 0.0).astype(kv_buf.dtype)
+        # Where keys and values share a row both are cleared; scores there are masked anyway.
+        x_RCL = kv_buf[buffer, i, parts - 1].astype(jnp.float32)
+        x_C = begin + i * page_size + lax.broadcasted_iota(jnp.int32, x_RCL.shape, 1)
+        real = (x_C >= first_key) & (x_C <= last_key)
+        kv_buf[buffer, i, parts - 1] = jnp.where(real, x_RCL, 0.0).astype(kv_buf.dtype)
 
-    lead = jnp.clip(lax.div(first_key - begin + page_size - 1, page_size), 0, pages)
-    tail = jnp.clip(lax.div(last_key + 1 - begin, page_size), 0, pages)
-    lax.fori_loop(0, lead, clear, None)
-    lax.fori_loop(jnp.maximum(tail, lead), pages, clear, None)
+    before = jnp.clip(lax.div(first_key - begin + page_size - 1, page_size), 0, pages)
+    behind = jnp.clip(lax.div(last_key + 1 - begin, page_size), before, pages)
+    lax.fori_loop(0, before, clear, None)
+    lax.fori_loop(behind, pages, clear, None)
 
 
 def _attend_block(
-    q_buf, kv_buf, max_ref, sum_ref, acc_ref, scale_RM, *, tile, buffer, begin, position, last_key, plan
+    scratch: Scratch,
+    scale_RM,
+    fetch: Callable,
+    *,
+    tile,
+    buffer,
+    begin,
+    position,
+    last_key,
+    plan: Plan,
 ):
     """One step of the online softmax of all rows over one block."""
+    kv_buf, q_buf = scratch.kv, scratch.q
     _, num_rows, rows, lanes = q_buf.shape
     _, pages, parts, _, page_size, _ = kv_buf.shape
     block = pages * page_size
-    exact = kv_buf.dtype == jnp.float32 or q_buf.dtype == jnp.float32
+    exact = jnp.float32 in (kv_buf.dtype, q_buf.dtype)
     dtype = jnp.float32 if exact else jnp.bfloat16
     precision = lax.Precision.HIGHEST if exact else None
 
@@ -212,39 +235,53 @@ def _attend_block(
     if plan.window is not None:
         visible_MB &= x_MB > position_MB - plan.window
 
-    def one_row(r, _):
-        k_BL = kv_buf[buffer, :, 0, r].reshape(block, lanes).astype(dtype)
-        v_BL = k_BL
-        if parts == 2:
-            v_BL = kv_buf[buffer, :, 1, r].reshape(block, lanes).astype(dtype)
+    def page_row(part, r):
+        return kv_buf[buffer, :, part, r].reshape(block, lanes).astype(dtype)
+
+    def score(r):
         score_MB = lax.dot_general(
             q_buf[tile & 1, r].astype(dtype),
-            k_BL,
+            page_row(0, r),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
             precision=precision,
         )
-        if scale_RM is None:
-            score_MB *= plan.scale
-        else:
-            score_MB *= _to_lanes(scale_RM[r], block)
+        unit = LOG2E
         if plan.softcap is not None:
-            score_MB = plan.softcap * jnp.tanh(score_MB / plan.softcap)
-        score_MB = jnp.where(visible_MB, score_MB, -jnp.inf)
+            inside = plan.scale / plan.softcap
+            score_MB *= _over_lanes(scale_RM[r], block) * inside if plan.scaled else inside
+            score_MB = jnp.tanh(score_MB) * (plan.softcap * unit)
+        else:
+            unit *= plan.scale
+            score_MB *= _over_lanes(scale_RM[r], block) * unit if plan.scaled else unit
+        return jnp.where(visible_MB, score_MB, -jnp.inf)
 
-        old_max = max_ref[r]
+    def weigh(r, score_MB):
+        old_max = scratch.max[r]
         new_max = jnp.maximum(old_max, jnp.max(score_MB, axis=1, keepdims=True))
-        shrink = jnp.exp(old_max - new_max)
-        weight_MB = jnp.exp(score_MB - _to_lanes(new_max, block))
-        max_ref[r] = new_max
-        sum_ref[r] = sum_ref[r] * shrink + jnp.sum(weight_MB, axis=1, keepdims=True)
-        o_ML = jnp.dot(
-            weight_MB.astype(dtype), v_BL, preferred_element_type=jnp.float32, precision=precision
-        )
-        acc_ref[r] = acc_ref[r] * _to_lanes(shrink, lanes) + o_ML
+        shrink = jnp.exp2(old_max - new_max)
+        weight_MB = jnp.exp2(score_MB - _over_lanes(new_max, block))
+        scratch.max[r] = new_max
+        scratch.sum[r] = scratch.sum[r] * shrink + jnp.sum(weight_MB, axis=1, keepdims=True)
+        return weight_MB.astype(dtype), shrink
 
-    if rows <= 32:
+    def collect(r, weight_MB, shrink):
+        o_ML = jnp.dot(
+            weight_MB,
+            page_row(parts - 1, r),
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
+        scratch.acc[r] = scratch.acc[r] * _over_lanes(shrink, lanes) + o_ML
+
+    if plan.unrolled:
+        scores = []
         for r in range(num_rows):
-            one_row(r, None)
+            fetch(r, num_rows)
+            scores.append(score(r))
+        weights = [weigh(r, score_MB) for r, score_MB in enumerate(scores)]
+        for r, weight in enumerate(weights):
+            collect(r, *weight)
     else:
-        lax.fori_loop(0, num_rows, one_row, None)
+        fetch(0, 1)
+        lax.fori_loop(0, num_rows, lambda r, _: collect(r, *weigh(r, score(r))), None)

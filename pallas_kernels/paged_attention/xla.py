@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.chips import Chip
 from pallas_kernels.paged_attention.key_blocks import KeyBlocks, key_blocks
 from pallas_kernels.paged_attention.layout import TRASH_PAGE
-from pallas_kernels.paged_attention.problem import Problem
+from pallas_kernels.paged_attention.spec import KernelSpec
 
 # A group's keys and values in float32 should stay in a core's own cache.
 GROUP_BYTES = 1 << 20
@@ -65,8 +66,14 @@ def default_passes(
     return (Blocks(1, tiles, keys), Blocks(min(64, max_q_len), 1, 64))
 
 
-def supports(problem: Problem) -> str | None:
-    del problem
+def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
+    del chip
+    if spec.page_lanes != spec.head_dim:
+        return (
+            f"reads pages whose rows hold one head of {spec.head_dim}, not {spec.page_lanes} lanes"
+        )
+    if spec.kv_scales:
+        return "knows no scales of keys and values"
     return None
 
 
@@ -232,6 +239,8 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks_N: jax.Array | None,
+    kv_scale_2K: None = None,
+    chip: Chip | None = None,
     passes: tuple[Blocks, ...] | None = None,
 ) -> jax.Array:
     """Attention of every row to the keys of its slot, 0 for rows that no slot owns.
@@ -239,6 +248,7 @@ def attend(
     `passes` in ascending order of `queries`: each takes the slots whose rows fit into one of its
     tiles and did not fit before, the last one takes all that are left.
     """
+    del kv_scale_2K, chip
     num_rows, _, head_dim = q_TNH.shape
     num_slots = q_len_S.shape[0]
     _, _, num_kv_heads, page_size, _ = kv_pages.shape

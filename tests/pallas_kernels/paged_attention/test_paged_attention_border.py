@@ -4,9 +4,14 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention import Implementation, choose, ragged_paged_attention
+from pallas_kernels.paged_attention import (
+    Implementation,
+    choose,
+    ragged_paged_attention,
+    refusals,
+)
 from pallas_kernels.paged_attention.layout import pages_shape
-from pallas_kernels.paged_attention.problem import check
+from pallas_kernels.paged_attention.spec import check
 
 
 def arguments():
@@ -46,7 +51,7 @@ def arguments():
         ({"max_q_len": 0}, "max_q_len is 0: must be at least 1"),
         ({"window": 0}, "window is 0: must be at least 1"),
         ({"softcap": 0.0}, "softcap is 0.0: must be positive"),
-        ({"impl": "cuda"}, r"impl is 'cuda': must be one of \['auto', 'xla', 'reference'\]"),
+        ({"impl": "cuda"}, r"impl is 'cuda': must be one of \['auto', 'tpu', 'xla', 'reference'\]"),
     ],
 )
 def test_bad_call_is_refused(change, message):
@@ -55,25 +60,25 @@ def test_bad_call_is_refused(change, message):
 
 
 @pytest.fixture
-def problem():
-    call = {key: value for key, value in arguments().items() if key != "scale"}
-    return check(**call, window=None, softcap=None, sinks_N=None)
+def spec():
+    return check(**arguments(), window=None, softcap=None, sinks_N=None)
 
 
-def test_auto_is_the_first_that_can(problem, monkeypatch):
-    assert choose(problem) == "xla"
-    assert choose(problem, "reference") == "reference"
-    refuses = Implementation(lambda problem: f"head width {problem.head_dim} is odd", None)
+def test_auto_is_the_first_that_can(spec, monkeypatch):
+    assert choose(spec) == "xla"
+    assert choose(spec, None, "reference") == "reference"
+    refuses = Implementation(lambda spec, _: f"head width {spec.head_dim} is odd", None)
     monkeypatch.setattr(
         paged_attention, "IMPLEMENTATIONS", {"chip": refuses, **paged_attention.IMPLEMENTATIONS}
     )
-    assert choose(problem) == "xla"
+    assert choose(spec) == "xla"
+    assert refusals(spec, None)["chip"] == "head width 8 is odd"
     with pytest.raises(ValueError, match="impl 'chip': head width 8 is odd"):
-        choose(problem, "chip")
+        choose(spec, None, "chip")
 
 
-def test_every_reason_is_given(problem, monkeypatch):
-    table = {name: Implementation(lambda _, n=name: f"no {n}", None) for name in ("a", "b")}
+def test_every_reason_is_given(spec, monkeypatch):
+    table = {name: Implementation(lambda *_, n=name: f"no {n}", None) for name in ("a", "b")}
     monkeypatch.setattr(paged_attention, "IMPLEMENTATIONS", table)
     with pytest.raises(ValueError, match="impl 'a': no a; impl 'b': no b"):
-        choose(problem)
+        choose(spec)

@@ -1,0 +1,49 @@
+"""Calls of the interpreted TPU kernel on inputs whose pages hold one head a row."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention import tpu
+from pallas_kernels.paged_attention.layout import pages_shape
+from pallas_kernels.paged_attention.spec import check, tolerance
+from tests.pallas_kernels.paged_attention.attention_oracle import oracle
+
+LANES = 128
+
+
+def packed(kv_pages, lanes=LANES):
+    """Pages of one head a row as `pages_shape` lays them out for a TPU."""
+    pages, _, heads, size, head_dim = kv_pages.shape
+    shape = pages_shape(pages, size, heads, head_dim, lanes)
+    if shape[1] == 1:
+        return jnp.concatenate([kv_pages[:, :1], kv_pages[:, 1:]], axis=-1).reshape(shape)
+    share = heads // shape[2]
+    kv_P2RfCH = kv_pages.reshape(pages, 2, shape[2], share, size, head_dim)
+    return kv_P2RfCH.transpose(0, 1, 2, 4, 3, 5).reshape(shape)
+
+
+def run(case, inputs, sizes=None, interpret=True, kv_scale_2K=None, lanes=LANES):
+    *arrays, sinks_N = inputs
+    arrays[1] = packed(arrays[1], lanes)
+    static = {
+        "scale": case.scale,
+        "max_q_len": max(1, *case.q_lens),
+        "window": case.window,
+        "softcap": case.softcap,
+    }
+    attend = functools.partial(tpu.attend, **static, sizes=sizes, interpret=interpret)
+    with jax.numpy_dtype_promotion("strict"):
+        out_TNH = jax.jit(attend)(*arrays, sinks_N=sinks_N, kv_scale_2K=kv_scale_2K)
+    spec = check(*arrays, **static, sinks_N=sinks_N, kv_scale_2K=kv_scale_2K)
+    return np.asarray(out_TNH, np.float64), spec
+
+
+def excess(out_TNH, case, inputs, spec):
+    """Largest error in units of the tolerance; infinite if any number is not finite."""
+    expected = oracle(inputs, scale=case.scale, window=case.window, softcap=case.softcap)
+    absolute, relative = tolerance(spec, int(np.max(inputs.kv_len_S)))
+    error = np.abs(out_TNH - expected) / (absolute + relative * np.abs(expected))
+    return np.where(np.isfinite(error), error, np.inf).max()
