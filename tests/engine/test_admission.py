@@ -1,0 +1,54 @@
+"""Who is let in when, so that nobody has to be put out again, and which free pages go first."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from engine.state import RUNNING
+from tests.engine.driver import Driver, Request
+from tests.engine.test_advance import BASE, STEMS, assert_right
+
+
+def test_a_prefix_on_free_pages_costs_these_pages():
+    """Of 13 pages a runner needs 7 and may need an eighth; those left hold the prefix of a second
+    request, which needs all six of them and waits."""
+    driver = Driver(replace(BASE, max_model_len=52, num_pages=14), rounds=1)
+    driver.run([Request(0, STEMS[0][:20], 21)])
+    runner = Request(1, STEMS[1] + STEMS[1][:3], 32)
+    again = Request(2, STEMS[0], 28, arrival=1)
+    driver.run([runner, again])
+    assert_right(driver, [runner, again])
+    assert int(driver.state.counters.preemptions) == 0
+    assert driver.token_rounds[2][0] > driver.token_rounds[1][-1]
+    assert int(driver.state.counters.prefix_hit_tokens) == 20
+
+
+def test_never_more_rows_run_than_the_configuration_says():
+    config = replace(BASE, max_num_seqs=3, num_slots=8, inbox_size=8, admissions_per_round=8)
+    driver = Driver(replace(config, num_pages=60), rounds=1)
+    driver.dispatch([Request(i, STEMS[0][: 2 + i], 20) for i in range(8)])
+    most = 0
+    while driver.live:
+        most = max(most, int((np.asarray(driver.state.slots.status_S) == RUNNING).sum()))
+        driver.dispatch()
+    assert most == 3
+
+
+def test_a_choice_is_let_in_only_with_a_page_for_its_copy():
+    """The first choice holds five of six pages and may need the sixth: the second one waits."""
+    driver = Driver(replace(BASE, num_pages=7), rounds=1)
+    family = [Request(0, STEMS[0][:18], 22), Request(1, STEMS[0][:18], 22, parent_uid=0)]
+    driver.run(family)
+    assert_right(driver, family)
+    assert int(driver.state.counters.preemptions) == 0
+    assert driver.token_rounds[1][0] > driver.token_rounds[0][-1]
+
+
+def test_the_end_of_a_free_chain_goes_before_its_root():
+    """Of ten pages five were never used and five hold a chain; a request takes seven."""
+    driver = Driver(replace(BASE, num_pages=11))
+    driver.run([Request(0, STEMS[0][:20], 21)])
+    driver.run([Request(1, STEMS[1] + STEMS[1][:3], 28)])
+    before = int(driver.state.counters.prefix_hit_tokens)
+    driver.run([Request(2, STEMS[0][:20], 21)])
+    assert int(driver.state.counters.prefix_hit_tokens) - before == 3 * 4
