@@ -26,8 +26,8 @@ from pallas_kernels.paged_attention.key_blocks import KeyBlocks, key_blocks
 from pallas_kernels.paged_attention.layout import TRASH_PAGE
 from pallas_kernels.paged_attention.spec import KernelSpec
 
-# A group's keys and values in float32 should stay in a core's own cache.
-GROUP_BYTES = 1 << 20
+# A group's keys and values in float32; beyond this they leave the caches before they are used.
+GROUP_BYTES = 4 << 20
 # Float32 products on chips whose default is a shorter one.
 _exact_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -58,9 +58,9 @@ def default_passes(
     max_q_len: int, num_slots: int, num_kv_heads: int, page_size: int, head_dim: int
 ) -> tuple[Blocks, ...]:
     """One pass when all slots bring few rows, else one for decode rows and one for prefill."""
-    keys = min(64, max(32, page_size))
+    keys = 64 if num_slots > 1 else min(64, max(32, page_size))
     block_bytes = 2 * 4 * keys * num_kv_heads * head_dim
-    tiles = max(1, min(16, num_slots, GROUP_BYTES // block_bytes))
+    tiles = max(1, min(32, num_slots, GROUP_BYTES // block_bytes))
     if max_q_len <= 16:
         return (Blocks(max_q_len, max(1, min(tiles, 64 // max_q_len)), keys),)
     return (Blocks(1, tiles, keys), Blocks(min(64, max_q_len), 1, 64))
