@@ -51,7 +51,8 @@ class Op:
 
 @dataclass
 class Region:
-    """`trips` is the loop's count where the compiler proved one."""
+    """`trips` is the loop's count where the compiler proved one, or the constant below which its
+    counter must be."""
 
     kind: Literal["main", "when", "loop", "branch"]
     name: str
@@ -81,7 +82,6 @@ class _Instruction:
     opcode: str
     operands: str
     attributes: str
-    is_root: bool
 
 
 def program(text: str) -> Region:
@@ -130,7 +130,7 @@ class _Reader:
         shapes = {i.name: i.shape for i in self.computations[computation]}
         for i in self.computations[computation]:
             if i.opcode == "while":
-                region.regions += self._loop(i)
+                region.regions.append(self._loop(i))
             elif i.opcode == "conditional":
                 for branch in _called(i, "branch_computations", "true_computation") + _called(
                     i, "false_computation"
@@ -151,22 +151,24 @@ class _Reader:
                     )
                 )
 
-    def _loop(self, i: _Instruction) -> list[Region]:
+    def _loop(self, i: _Instruction) -> Region:
         (condition,), (body,) = _called(i, "condition"), _called(i, "body")
-        counted = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
-        reads_flag = {j.opcode for j in self.computations[condition]} <= {
-            "parameter",
-            "get-tuple-element",
-            "copy",
-            "bitcast",
-        }
-        loop = self.region(
-            "when" if reads_flag else "loop",
-            body,
-            int(counted[1]) if counted else None,
-            self._source(i),
-        )
-        return [loop]
+        opcodes = {j.opcode for j in self.computations[condition]}
+        reads_flag = opcodes <= {"parameter", "get-tuple-element", "copy", "bitcast"}
+        kind = "when" if reads_flag else "loop"
+        return self.region(kind, body, self._trips(i, condition), self._source(i))
+
+    def _trips(self, i: _Instruction, condition: str) -> int | None:
+        if counted := re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes):
+            return int(counted[1])
+        last = self.computations[condition][-1]
+        limits = [
+            int(j.operands)
+            for j in self.computations[condition]
+            if j.opcode == "constant" and j.operands.isdecimal()
+        ]
+        compares = last.opcode == "compare" and "direction=LT" in last.attributes
+        return limits[0] if compares and len(limits) == 1 else None
 
     def _source(self, i: _Instruction) -> str:
         frame = re.search(r"stack_frame_id=(\d+)", i.attributes)
@@ -196,7 +198,7 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(")
-_START = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_START = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
 
 
 def _instruction(line: str) -> _Instruction | None:
@@ -214,7 +216,6 @@ def _instruction(line: str) -> _Instruction | None:
         opcode=opcode,
         operands=rest[len(opcode) + 1 : end],
         attributes=rest[end + 1 :],
-        is_root=bool(start["root"]),
     )
 
 

@@ -1,8 +1,8 @@
 """The TPU attention kernel compiled for chips that are not here: it compiles, in place, and fast.
 
 Bundles of a round are those inside of the kernel's loop over blocks, its rare branches (first and
-last block of a slot) included; the loops that clear page tails, one level deeper, are not. A block's
-cycles are those in which the chip's memory moves its bytes at the published rate.
+last block of a slot) included; the loops that clear page tails, one level deeper, are not. The
+cycles of a block are those in which the chip's memory moves its bytes at the published rate.
 """
 
 import math
@@ -82,7 +82,11 @@ def test_cache_is_written_in_place(max_q_len, rows):
 
 @pytest.mark.parametrize(
     ("chip", "page_size", "kv_dtype", "most"),
-    [("v6e", 16, "bfloat16", 0.6), ("tpu7x", 16, "bfloat16", 0.9), ("tpu7x", 32, "float8_e4m3fn", 1.2)],
-)  # fmt: skip
+    [
+        ("v6e", 16, "bfloat16", 0.6),
+        ("tpu7x", 16, "bfloat16", 0.9),
+        ("tpu7x", 32, "float8_e4m3fn", 1.2),
+    ],
+)
 def test_bundles_of_a_round_stay_below_the_memorys_cycles(chip, page_size, kv_dtype, most):
     assert decode_ratio(chip, page_size, kv_dtype) <= most
