@@ -156,7 +156,7 @@ def test_a_row_with_nothing_left_to_choose_fails():
 def test_b25_near_flat_bfloat16_logits_reach_the_whole_vocabulary():
     # Uniform over 10,000 ids: 2,000 draws hit 10,000 * (1 - (1 - 1e-4)**2000) = 1,813 on average.
     vocab, count = 10_000, 2_000
-    limits = SamplingLimits(vocab, 0, 0, 1, 1, 1, 1)
+    limits = SamplingLimits(vocab, 0, 1, 1, 1, 1)
     rows = jax.tree.map(jnp.asarray, empty_rows(count, limits))
     seed = jnp.stack([jnp.zeros(count, jnp.uint32), jnp.arange(count, dtype=jnp.uint32)], axis=1)
     view = RowView(
