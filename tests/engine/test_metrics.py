@@ -100,11 +100,11 @@ def test_a_dispatch_of_several_rounds_shares_its_time():
     clock = Clock()
     engine = rule_engine(clock, overlap=False, rounds=4)
     engine.add_request("a", [5, 6, 7], greedy(8))
-    read_s = engine._collect
+    read = engine._collect
 
-    def collect(sent_s, emitted):
+    def collect(*sent):
         clock.now_s += 2  # the device takes 2 s for whatever it is sent
-        return read_s(sent_s, emitted)
+        return read(*sent)
 
     engine._collect = collect
     while engine.has_unfinished:
