@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from engine.dispatch import Choice, Fork
 from engine.engine import Engine
-from engine.logprobs import Logprobs
+from engine.logprobs import NO_TOKEN, Logprobs
 from engine.sampling_params import SamplingParams, check_flag, check_integer, check_number
 
 
@@ -126,7 +126,7 @@ class Search:
         elif self._all_here():
             self._grow()
         else:
-            self._fork([(b, b, None) for b in news])
+            self._fork([(b, b, NO_TOKEN) for b in news])
 
     def _all_here(self) -> bool:
         live = range(len(self._beams))
@@ -146,15 +146,16 @@ class Search:
         self._fork([(b, c.parent, c.beam.tokens[-1]) for b, c in enumerate(followed)])
         self._beams, self._rows = beams, {}
 
-    def _fork(self, moves: Sequence[tuple[int, int, int | None]]) -> None:
-        """(choice, choice it goes on from, its next token; None holds it) each."""
+    def _fork(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """(choice, choice it goes on from, its next token; NO_TOKEN holds it) each."""
         length = len(self._prompt) + len(self._beams[0].tokens)
-        forks = []
-        for b, source, token in moves:
-            uids = self._choices[b].uid, self._choices[source].uid
-            if self._engine.has_slot(self._choices[b]):
-                forks.append(Fork(*uids, length, *(() if token is None else (token,))))
-        self._engine.fork(forks)
+        self._engine.fork(
+            [
+                Fork(self._choices[b].uid, self._choices[source].uid, length, token)
+                for b, source, token in moves
+                if self._engine.has_slot(self._choices[b])
+            ]
+        )
 
     def _end(self, beams: Sequence[Beam], reason: str) -> None:
         self._found += [self._sequence(beam, reason) for beam in beams]

@@ -15,7 +15,6 @@ from engine.sampling_params import SamplingParams
 from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row
 from engine.schedule import Emission
 from engine.state import (
-    NO_TOKEN,
     NO_UID,
     BatchState,
     EngineConfig,
@@ -68,7 +67,7 @@ class Fork(NamedTuple):
     to_uid: int
     from_uid: int
     length: int
-    token: int = NO_TOKEN
+    token: int
 
 
 @dataclass(frozen=True)

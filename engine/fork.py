@@ -15,6 +15,7 @@ from engine.state import EMPTY, NO_TOKEN, NO_UID, BatchState, Forks, Slots
 
 
 def fork(state: BatchState, forks: Forks) -> BatchState:
+    """Carry out all entries at once; one whose requests are not both in slots does nothing."""
     slots = state.slots
     num_slots, M = slots.page_table_SM.shape
     source_F = _slot_of(slots, forks.from_uid_F)

@@ -34,7 +34,7 @@ def compiled_step(config: EngineConfig):
     return jax.jit(partial(advance, config, model), donate_argnums=(1, 2))
 
 
-def make_inbox(config: EngineConfig, requests: list[Request], aborts: list[int]) -> Inbox:
+def make_inbox(config: EngineConfig, requests, aborts, forks=()) -> Inbox:
     A = config.inbox_size
     fields = empty_requests(A, config.max_stop_ids, None)
     tokens_Y = np.zeros(config.inbox_tokens, np.int32)
@@ -49,19 +49,18 @@ def make_inbox(config: EngineConfig, requests: list[Request], aborts: list[int])
         used += len(request.prompt)
     abort_A = np.full(A, -1, np.int32)
     abort_A[: len(aborts)] = aborts
-    return Inbox(
-        requests=fields,
-        tokens_Y=tokens_Y,
-        start_A=start_A,
-        abort_A=abort_A,
-        forks=no_forks(config.max_num_seqs),
-    )
+    forks_F = no_forks(config.max_num_seqs)
+    for f, entry in enumerate(forks):
+        for array, value in zip(jax.tree.leaves(forks_F), entry, strict=True):
+            array[f] = value
+    return Inbox(fields, tokens_Y, start_A, abort_A, forks_F)
 
 
 @dataclass
 class Driver:
     config: EngineConfig
     rounds: int = 2
+    may_hold: bool = False
     outputs: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     token_rounds: dict[int, list[int]] = field(default_factory=dict)  # round of each token
@@ -74,8 +73,9 @@ class Driver:
         self.cache = RuleModel(VOCAB, self.config.page_size).init_cache(self.config.num_pages)
         self.live: set[int] = set()
 
-    def dispatch(self, requests: list[Request] = (), aborts: list[int] = ()) -> None:
-        inbox = make_inbox(self.config, list(requests), list(aborts))
+    def dispatch(self, requests: list[Request] = (), aborts: list[int] = (), forks=()) -> None:
+        """`forks` are (to uid, from uid, length, token)."""
+        inbox = make_inbox(self.config, requests, aborts, forks)
         self.live |= {r.uid for r in requests}
         for request in requests:
             self.outputs[request.uid], self.token_rounds[request.uid] = [], []
@@ -90,7 +90,7 @@ class Driver:
         self._collect_scores(*(np.asarray(x) for x in jax.tree.leaves(emitted.extra.prompt)))
         tokens = emitted.token_R, emitted.uid_R, emitted.reason_R
         self._collect(*(np.asarray(x) for x in tokens))
-        check_invariants(self.config, self.state, self.live)
+        check_invariants(self.config, self.state, self.live, may_hold=self.may_hold)
         self._check_cache()
 
     def _collect(self, token_QR, uid_QR, reason_QR) -> None:
