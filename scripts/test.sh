@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests in .venv (made if absent). --all adds, in .venv-parity with Python 3.11, the core of
-# the suite on jax 0.10 and live parity with transformers.
+# the suite on jax 0.10 and live parity with transformers, and, in .venv-aot, programs compiled for
+# TPUs and GPUs that are not here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/find_python.sh
@@ -19,7 +20,7 @@ echo "==> ruff"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 echo "==> tests on $(.venv/bin/python -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")')"
-.venv/bin/python -m pytest --numprocesses auto --ignore tests/parity
+.venv/bin/python -m pytest --numprocesses auto --ignore tests/parity --ignore tests/aot
 
 if $all; then
   make_venv .venv-parity "$(find_python 3.11)" "[parity]"
@@ -28,5 +29,8 @@ if $all; then
   .venv-parity/bin/python -m pytest --numprocesses auto --deselect tests/models/test_real_models.py \
     tests/models tests/pallas_kernels tests/engine/test_advance.py tests/engine/test_llm.py \
     tests/engine/test_sampling_rules.py tests/parity
+  make_venv .venv-aot "$python" "[test,aot]"
+  echo "==> compiled ahead of time"
+  .venv-aot/bin/python -m pytest --numprocesses auto tests/aot
 fi
 echo "==> all passed"

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_paged_attention
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.cache_update import update_cache
 from pallas_kernels.chips import chip as chip_named
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.paged_attention.cases import CASES
-from pallas_kernels.paged_attention.layout import lanes_of, pages_shape, write_pages
+from pallas_kernels.paged_attention.layout import lanes_of, pages_shape
 from sharding.aot import Program
 
 
@@ -126,7 +127,7 @@ def layers(
             written = []
             for pool in pools:
                 k_TKH, v_TKH = x_TNH[:, : heads[1]], x_TNH[:, -heads[1] :]
-                pool = write_pages(pool, k_TKH, v_TKH, page_T, offset_T)
+                pool = update_cache(pool, k_TKH, v_TKH, page_T, offset_T, chip=chip)
                 x_TNH = ragged_paged_attention(
                     x_TNH, pool, table_SM, q_start_S, q_len_S, kv_len_S,
                     scale=0.1, max_q_len=max_q_len, impl="tpu", chip=chip,
@@ -144,10 +145,20 @@ def layers(
     )
 
 
-def append(mesh: Mesh, *, chip: str, rows: int, heads=(32, 8, 128), dtype="bfloat16") -> Program:
-    """The write of one layer's new keys and values alone."""
+def append(
+    mesh: Mesh,
+    *,
+    chip: str,
+    rows: int,
+    by_kernel: bool = True,
+    heads=(32, 8, 128),
+    dtype="bfloat16",
+) -> Program:
+    """The write of one layer's new keys and values alone, by the kernel or by XLA's scatter."""
     _, num_kv_heads, head_dim = heads
-    shape = pages_shape(2048, 16, num_kv_heads, head_dim, lanes_of(chip_named(chip)))
+    chip = chip_named(chip)
+    shape = pages_shape(2048, 16, num_kv_heads, head_dim, lanes_of(chip))
     pool, new = _array(mesh, shape, dtype), _array(mesh, (rows, num_kv_heads, head_dim), dtype)
     row_T = _array(mesh, (rows,), jnp.int32)
-    return Program(write_pages, (pool, new, new, row_T, row_T), (0,), watched=pool)
+    write = functools.partial(update_cache, chip=chip if by_kernel else None)
+    return Program(write, (pool, new, new, row_T, row_T), (0,), watched=pool)
