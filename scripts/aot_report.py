@@ -119,10 +119,10 @@ def print_table(args: argparse.Namespace, target: Target, programs: dict[str, Co
     for name, program in programs.items():
         if program.error:
             print(f"\nthe compiler refused the {name} program:\n{program.error[:1500]}")
-        print_kernels(name, program)
+        print_kernels(args, name, program, target)
 
 
-def print_kernels(name: str, program: Compiled) -> None:
+def print_kernels(args: argparse.Namespace, name: str, program: Compiled, target: Target) -> None:
     if not program.kernels:
         return
     print(f"\nkernels of the {name} program")
@@ -130,6 +130,10 @@ def print_kernels(name: str, program: Compiled) -> None:
         facts = dataclasses.asdict(kernel)
         label = facts.pop("name")
         print(f"  {label:<40} " + ", ".join(f"{k} {v}" for k, v in facts.items()))
+    if target.chip and target.chip.kind == "tpu":
+        layer_bytes = program.part_bytes["cache"] / len(preset(args.model).layers)
+        cycles = target.chip.hbm_cycles(layer_bytes)
+        print(f"  one layer's whole cache takes {cycles:,.0f} cycles of the memory (computed)")
 
 
 def check(args: argparse.Namespace) -> Target:
