@@ -20,7 +20,7 @@ def _table(header: list[str], lines: list[list]) -> str:
 
 def _machine(rows: list[dict]) -> str:
     seen = {
-        "Measured on {cores} cores of an {cpu}, Python {python}, jax {jax}, {date}, commit "
+        "Measured on {cores} cores ({cpu}), Python {python}, jax {jax}, {date}, commit "
         "{commit}.".format(**row)
         for row in rows
     }
