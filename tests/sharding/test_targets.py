@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pallas_kernels.chips import CHIPS
-from sharding.targets import gpu_description, parse_target
+from sharding.targets import gpu_description, missing_compiler, parse_target
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,13 @@ def test_descriptions_of_gpus_agree_with_the_chip_table(c):
     assert number("shared_memory_per_block_optin") == c.shared_memory_bytes
     assert number("shared_memory_per_core") == c.shared_memory_sm_bytes
     assert (number("major"), number("minor")) == c.compute_capability
+
+
+@pytest.mark.parametrize(("name", "module"), [("v6e", "libtpu"), ("h100", "nvidia.cuda_nvcc")])
+def test_an_absent_compiler_is_named_with_what_to_install(monkeypatch, name, module):
+    monkeypatch.setattr("sharding.targets._installed", lambda wanted: wanted != module)
+    assert missing_compiler(parse_target(name)) == (
+        f"compiling for {name} needs {module}, not installed here; "
+        "run: pip install 'pallasite[aot]'"
+    )
+    assert missing_compiler(parse_target("cpu")) is None
