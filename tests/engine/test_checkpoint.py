@@ -158,8 +158,8 @@ ASKED = [
 WHERE = [PROMPTS[6], PROMPTS[5], PROMPTS[6][:17], PROMPTS[3], PROMPTS[4], PROMPTS[5], PROMPTS[6]]
 
 
-def letters_llm() -> LLM:
-    llm = LLM.from_params(CONFIG, PARAMS, Letters(), **DEFAULTS | SETTINGS)
+def letters_llm(**settings) -> LLM:
+    llm = LLM.from_params(CONFIG, PARAMS, Letters(), **DEFAULTS | SETTINGS | settings)
     llm.engine._programs = programs(network="letters")
     return llm
 

@@ -22,7 +22,7 @@ from tests.engine.test_checkpoint import (
     rule_engine,
     serve,
 )
-from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS, PROMPTS
+from tests.engine.test_llm import PROMPTS
 
 TRACES = Path(__file__).parents[2] / "docs" / "traces"
 
@@ -111,9 +111,7 @@ def test_another_schedule_with_the_same_tokens_is_no_difference(recorded):
 
 
 def test_a_stop_string_is_an_abort_of_its_dispatch(tmp_path):
-    llm = letters_llm()
-    llm.engine.recorder = FileRecorder(tmp_path / "run.jsonl")
-    llm.engine.recorder.begins(llm.engine.identity())
+    llm = letters_llm(record=tmp_path / "run.jsonl")
     free = SamplingParams(temperature=1, seed=4, max_tokens=30)
     text = llm.generate([PROMPTS[3]], free, use_tqdm=False)[0].outputs[0].text
     stopped = replace(free, stop=[text[5:7]])
@@ -217,10 +215,8 @@ def test_a_cut_record_is_refused_and_a_short_one_replays(recorded, tmp_path):
 
 
 def test_llm_records_when_asked(tmp_path):
-    from engine.llm import LLM
-
     path = tmp_path / "run.jsonl"
-    llm = LLM.from_params(CONFIG, PARAMS, record=path, **DEFAULTS)
+    llm = letters_llm(record=path)
     params = SamplingParams(max_tokens=5, logit_bias={4: -np.inf})
     got = llm.generate([PROMPTS[3]], params, use_tqdm=False)[0]
     record = read_record(path)
