@@ -83,8 +83,10 @@ def rows(programs: dict[str, Compiled], target: Target) -> list[tuple[str, list[
     def kinds(p: Compiled) -> str:
         return "-" if p.error else ", ".join(f"{n} {k}" for k, n in p.collectives.items()) or "none"
 
+    def in_place(p: Compiled) -> str:
+        return "-" if p.error else "yes" if p.alias_bytes >= p.part_bytes["cache"] else "no"
+
     memory = f" in {target.chip.device_hbm_bytes / GIB:.2f} GiB" if target.chip else ""
-    aliased = each(lambda p: "yes" if p.alias_bytes >= p.part_bytes["cache"] else "no")
     return [
         (f"fits{memory}?", each(lambda p: fits(p, target))),
         ("parameters", each(lambda p: f"{p.part_bytes['parameters'] / GIB:.3f} GiB")),
@@ -94,7 +96,7 @@ def rows(programs: dict[str, Compiled], target: Target) -> list[tuple[str, list[
         ("  of the cache", each(of_cache)),
         ("code", size(lambda p: p.code_bytes)),
         ("needed at once", size(lambda p: p.peak_bytes)),
-        ("cache updated in place", aliased),
+        ("cache updated in place", each(in_place)),
         ("copies of the cache", each(lambda p: "-" if p.error else str(len(p.watched_copies)))),
         ("collectives, once a loop", each(kinds)),
         ("device operations", each(lambda p: str(p.main.count()) if p.main else "-")),
