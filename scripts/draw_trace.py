@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from engine.cli import run
 from engine.recording import Record, read_record
@@ -68,12 +69,17 @@ def runs(keys: list) -> Iterator[tuple[object, int, int]]:
             yield key, indices[0], len(indices)
 
 
+def width(rounds: list[Round]) -> float:
+    """Inches; a round of a short run has room for the number of a chunk."""
+    return min(max(0.12 * len(rounds), 9), 14)
+
+
 # ---- slots over rounds ---------------------------------------------------------------------------
 
 
 def draw_schedule(record: Record, rounds: list[Round]) -> Figure:
     used = sorted({s.slot for r in rounds for s in r.slots})
-    figure = Figure(figsize=(11, 0.34 * len(used) + 2.9), layout="constrained")
+    figure = Figure(figsize=(width(rounds), 0.34 * len(used) + 2.9), layout="constrained")
     lanes, pages = figure.subplots(2, 1, sharex=True, height_ratios=[0.34 * len(used), 1.5])
     for lane, slot in enumerate(used):
         draw_lane(lanes, lane, [next((s for s in r.slots if s.slot == slot), None) for r in rounds])
@@ -99,7 +105,7 @@ def draw_lane(axes: Axes, lane: int, slots: list[SlotRound | None]) -> None:
             Rectangle((first, lane - 0.4), count, 0.8, color=colour, ec=PAPER, linewidth=0.4)
         )
         if kind == "prefill":
-            write(axes, first + 0.5, lane, str(slots[first].tokens), text, size=6)
+            write(axes, first + 0.5, lane, str(slots[first].tokens), text, size=5)
         elif count >= 3 and (uid not in seen or kind == "decode"):
             write(axes, first + count / 2, lane, f"#{uid}", text, weight="bold", size=7)
             seen.add(uid)
@@ -132,6 +138,7 @@ def draw_page_counts(axes: Axes, rounds: list[Round]) -> None:
         axes.fill_between(x, step(low), step(high), step="post", color=colour, label=words, lw=0)
     axes.set_xlim(0, len(rounds))
     axes.set_ylim(0, total)
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_ylabel("pages")
     axes.set_xlabel("round")
     handles, labels = axes.get_legend_handles_labels()
@@ -143,7 +150,7 @@ def draw_page_counts(axes: Axes, rounds: list[Round]) -> None:
 
 def draw_pages(record: Record, rounds: list[Round]) -> Figure:
     count = len(rounds[0].owners) - 1
-    figure = Figure(figsize=(11, 0.19 * count + 1.3), layout="constrained")
+    figure = Figure(figsize=(width(rounds), 0.19 * count + 1.3), layout="constrained")
     axes = figure.subplots()
     for page in range(1, count + 1):
         keys = [r.owners[page] or ("cached" if r.cached_P[page] else None) for r in rounds]
