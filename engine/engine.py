@@ -100,9 +100,6 @@ class Engine:
             params, self.eos_token_ids, self.limits.vocab_size, self.config.max_stop_ids
         )
         seed = params.seed if params.seed is not None else secrets.randbits(32)
-        if params.prompt_logprobs is not None:
-            # Its whole prompt must be computed: with a salt of its own it finds no cached pages.
-            salt = -1 - self._next_uid
         choices, parent = [], NO_UID
         for index in range(params.n):
             choices.append(

@@ -75,7 +75,8 @@ def share(pool: PagePool, page_N: jax.Array, held_N: jax.Array) -> PagePool:
 def page_hashes(tokens_BWC: jax.Array, first_page_B: jax.Array) -> jax.Array:
     """A hash of each page's tokens and where they stand, uint32 [B, W].
 
-    Hashes of a sequence's pages add up to the hash of the whole history, so a chain needs no loop.
+    Hashes of a sequence's pages, added to `root_hash`, give the hash of the whole history, so a
+    chain needs no loop.
     A collision costs a hit, never a wrong page.
     """
     _, width, size = tokens_BWC.shape
@@ -88,6 +89,13 @@ def page_hashes(tokens_BWC: jax.Array, first_page_B: jax.Array) -> jax.Array:
     return jnp.sum(x ^ (x >> 15), axis=-1, dtype=jnp.uint32)
 
 
+def root_hash(salt_B: jax.Array) -> jax.Array:
+    """Where the chain hashes of a salt begin, uint32: salts hold the same history side by side."""
+    x = salt_B.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
+    return x ^ (x >> 13)
+
+
 def lookup(
     pool: PagePool, tokens_BWC: jax.Array, salt_B: jax.Array, usable_BW: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -97,7 +105,8 @@ def lookup(
     its present epoch, and page w-1 counts. Pages that are not `usable_BW` never do.
     """
     size, num_histories = pool.hash_P.shape[0], salt_B.shape[0]
-    hash_BW = jnp.cumsum(page_hashes(tokens_BWC, jnp.zeros_like(salt_B)), -1, dtype=jnp.uint32)
+    hashes_BW = page_hashes(tokens_BWC, jnp.zeros_like(salt_B))
+    hash_BW = root_hash(salt_B)[:, None] + jnp.cumsum(hashes_BW, -1, dtype=jnp.uint32)
     match_BWP = pool.published_P & (pool.hash_P == hash_BW[:, :, None])
     page_BW = jnp.min(jnp.where(match_BWP, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
     root_B1 = jnp.full((num_histories, 1), ROOT_PAGE, jnp.int32)

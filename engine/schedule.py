@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from engine.pages import lookup, page_hashes, publish, release, share, take
+from engine.pages import lookup, page_hashes, publish, release, root_hash, share, take
 from engine.state import (
     DEAD_CHAIN,
     EMPTY,
@@ -122,7 +122,7 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
     exists_A = slot_A < num_slots
     tokens_A = pick(slots.num_tokens_S, slot_A)
     prompt_A = pick(slots.requests.prompt_len, slot_A)
-    fork_A = pick(fork_S, slot_A)
+    fork_A, salt_A = pick(fork_S, slot_A), pick(slots.requests.salt, slot_A)
 
     hit_AM, hits_A, hash_AM = _prefix(config, state, slot_A, tokens_A)
     hits_A = jnp.where(fork_A, 0, hits_A)
@@ -161,7 +161,7 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
         chain_page_S=put(slots.chain_page_S, tip_A),
         chain_epoch_S=put(slots.chain_epoch_S, pool.epoch_P.at[tip_A].get(mode="clip")),
         chain_hash_S=put(
-            slots.chain_hash_S, jnp.where(hits_A > 0, _column(hash_AM, last_A), jnp.uint32(0))
+            slots.chain_hash_S, jnp.where(hits_A > 0, _column(hash_AM, last_A), root_hash(salt_A))
         ),
     )
     queried = jnp.sum(jnp.where(fits_A & ~fork_A, tokens_A, 0))
@@ -197,8 +197,11 @@ def _prefix(config: EngineConfig, state: BatchState, slot_A: jax.Array, tokens_A
         zeros_AM = jnp.zeros((A, M), jnp.int32)
         return zeros_AM, jnp.zeros(A, jnp.int32), zeros_AM.astype(jnp.uint32)
     history_AMC = state.slots.tokens_SX.at[slot_A].get(mode="clip").reshape(A, M, C)
+    requests = state.slots.requests
     usable_AM = (jnp.arange(M) + 1) * C < tokens_A[:, None]
-    return lookup(state.pool, history_AMC, pick(state.slots.requests.salt, slot_A), usable_AM)
+    # Whose prompt is to be scored computes all of it.
+    usable_AM &= (pick(requests.score_prompt, slot_A) == 0)[:, None]
+    return lookup(state.pool, history_AMC, pick(requests.salt, slot_A), usable_AM)
 
 
 # ---- one round -----------------------------------------------------------------------------------

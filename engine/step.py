@@ -137,7 +137,7 @@ def one_round(
     copies = jnp.any(plan.copy_to_R > 0)
     cache = when(copies, lambda c: model.copy_pages(c, plan.copy_from_R, plan.copy_to_R), cache)
 
-    rows = _row_view(state, plan)
+    rows = row_view(state, plan)
 
     def run_pass(width: int, runs_R: jax.Array, carry):
         (cache, before_R, ok_R), batch = carry, make_batch(state, plan, runs_R, width)
@@ -214,7 +214,7 @@ def _score_prompt(
     return when(jnp.any(asked_T), score, none)
 
 
-def _row_view(state: BatchState, plan: Plan) -> RowView:
+def row_view(state: BatchState, plan: Plan) -> RowView:
     slots = state.slots
     return RowView(
         requests_R=jax.tree.map(lambda x: pick(x, plan.slot_R), slots.requests),

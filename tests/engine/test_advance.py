@@ -71,9 +71,8 @@ def request_sets(draw):
             stem = draw(st.sampled_from(STEMS))[: draw(st.integers(0, 24))]
             tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if stem else 1, max_size=5))
             prompt = stem + tail
-            # A request that scores its prompt shares it with its own choices only.
             scores = draw(st.booleans())
-            salt = -1 - uid if scores else draw(st.integers(0, 1))
+            salt = draw(st.integers(0, 1))
         max_len = min(40, len(prompt) + draw(st.integers(1, 12)))
         first = expected(Request(uid, prompt, max_len))[0]
         stop = (draw(st.sampled_from(first)),) if draw(st.booleans()) else ()
@@ -205,9 +204,7 @@ def test_b24_a_row_with_unsound_logits_ends_alone_and_publishes_nothing():
 @pytest.mark.parametrize("budget", [1, 3, 8])
 def test_prompt_tokens_are_scored_once_each_in_whatever_chunks(budget):
     config = replace(BASE, token_budget=budget, num_pages=40)
-    asking = [
-        Request(i, STEMS[i % 2][: 1 + 7 * i], 26, salt=-1 - i, score_prompt=1) for i in (0, 1, 2, 3)
-    ]
+    asking = [Request(i, STEMS[i % 2][: 1 + 7 * i], 26, score_prompt=1) for i in (0, 1, 2, 3)]
     silent = [Request(4 + i, STEMS[0][: 9 + i], 26) for i in range(2)]
     driver = Driver(config, rounds=4)
     driver.run([*asking, *silent])
@@ -217,9 +214,7 @@ def test_prompt_tokens_are_scored_once_each_in_whatever_chunks(budget):
 
 def test_b46_preemption_loses_no_score_and_scores_nothing_after_the_first_token():
     config = replace(BASE, num_pages=15)
-    requests = [
-        Request(i, STEMS[i % 2][: 6 + i], 38, salt=-1 - i, score_prompt=1) for i in range(4)
-    ]
+    requests = [Request(i, STEMS[i % 2][: 6 + i], 38, score_prompt=1) for i in range(4)]
     driver = Driver(config)
     driver.run(requests)
     assert int(driver.state.counters.preemptions) > 0
@@ -261,6 +256,18 @@ def test_b53_salt_isolates():
     driver.run([Request(1, STEMS[0][:20], 21, salt=2)])
     assert hit_tokens(driver) == 0
     driver.run([Request(2, STEMS[0][:20], 21, salt=1)])
+    assert hit_tokens(driver) == 16
+    # One tenant's pages do not keep another's out of the index.
+    driver.run([Request(3, STEMS[0][:20], 21, salt=2)])
+    assert hit_tokens(driver) == 32
+
+
+def test_a_scored_prompt_is_computed_whole_and_serves_others():
+    driver = Driver(BASE)
+    driver.run([Request(0, STEMS[0][:20], 21)])
+    driver.run([Request(1, STEMS[0][:20], 21, score_prompt=1)])
+    assert hit_tokens(driver) == 0
+    driver.run([Request(2, STEMS[0][:20], 21)])
     assert hit_tokens(driver) == 16
 
 
