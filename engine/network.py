@@ -16,19 +16,24 @@ from models.batch import RaggedBatch
 from models.config import ModelConfig
 from models.kv_cache import KVCache, copy_pages
 from models.model import ModelParams, forward, unembed
+from pallas_kernels.chips import Chip
 
 SCORED_AT_ONCE = 32  # prompt tokens whose logits exist at the same time
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """`min_rows`: matmuls of fewer rows are padded to it (a bfloat16 matvec is slow on CPU)."""
+    """`min_rows`: matmuls of fewer rows are padded to it (a bfloat16 matvec is slow on CPU).
+
+    `chip` is what the programs are compiled for and the cache is laid out for; None: the CPU.
+    """
 
     config: ModelConfig
     limits: SamplingLimits
     dtype: jnp.dtype
     attention_impl: str = "auto"
     min_rows: int = 1
+    chip: Chip | None = None
 
     def copy_pages(self, cache: KVCache, from_R: jax.Array, to_R: jax.Array) -> KVCache:
         return copy_pages(cache, from_R, to_R)
@@ -41,7 +46,12 @@ class NetworkModel:
     ) -> tuple[KVCache, jax.Array, jax.Array]:
         """Hidden states [T, D]; whether all of a slot's states are finite."""
         hidden_TD, cache = forward(
-            self.config, params, cache, self._padded(batch), attention_impl=self.attention_impl
+            self.config,
+            params,
+            cache,
+            self._padded(batch),
+            attention_impl=self.attention_impl,
+            chip=self.chip,
         )
         hidden_TD = hidden_TD[: batch.slot_T.shape[0]]
         unsound_T = ~jnp.all(jnp.isfinite(hidden_TD), axis=-1)

@@ -20,13 +20,15 @@ from jax.sharding import Mesh
 from models.batch import RaggedBatch
 from models.config import ModelConfig, RopeSpec
 from models.rope import rotation
+from pallas_kernels.cache_update import update_cache
+from pallas_kernels.chips import Chip
 from pallas_kernels.paged_attention.layout import (
     PAGES_AXES,
     TRASH_PAGE,
+    lanes_of,
     page_size_of,
     pages_shape,
     read_dense,
-    write_pages,
 )
 from sharding.axes import Rules, named_sharding
 
@@ -62,6 +64,7 @@ class StepIndex:
     rotations: tuple[tuple[jax.Array, jax.Array], ...]
     ropes: tuple[RopeSpec, ...] = struct.field(pytree_node=False)
     attention_impl: str = struct.field(pytree_node=False)
+    chip: Chip | None = struct.field(pytree_node=False)
 
     def rotation(self, rope: RopeSpec) -> tuple[jax.Array, jax.Array]:
         return self.rotations[self.ropes.index(rope)]
@@ -92,14 +95,16 @@ def num_pages_for(
     return pages
 
 
-def init_cache(specs: CacheSpecs, num_pages: int, page_size: int, dtype: Any) -> KVCache:
-    """A zeroed cache of `num_pages` pages, the trash page included."""
-    return KVCache(
-        layers=tuple(
-            jnp.zeros(pages_shape(num_pages, page_size, spec.num_kv_heads, spec.head_dim), dtype)
-            for spec in specs
-        )
-    )
+def init_cache(
+    specs: CacheSpecs, num_pages: int, page_size: int, dtype: Any, chip: Chip | None = None
+) -> KVCache:
+    """A zeroed cache of `num_pages` pages, the trash page included, laid out for `chip`."""
+
+    def pool(spec: PagedKVSpec) -> jax.Array:
+        heads = (spec.num_kv_heads, spec.head_dim)
+        return jnp.zeros(pages_shape(num_pages, page_size, *heads, lanes_of(chip)), dtype)
+
+    return KVCache(layers=tuple(pool(spec) for spec in specs))
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh, rules: Rules) -> KVCache:
@@ -108,7 +113,11 @@ def cache_shardings(cache: KVCache, mesh: Mesh, rules: Rules) -> KVCache:
 
 
 def step_index(
-    config: ModelConfig, cache: KVCache, batch: RaggedBatch, attention_impl: str
+    config: ModelConfig,
+    cache: KVCache,
+    batch: RaggedBatch,
+    attention_impl: str,
+    chip: Chip | None = None,
 ) -> StepIndex:
     page_size = page_size_of(cache.layers[0])
     num_slots = batch.q_len_S.shape[0]
@@ -127,6 +136,7 @@ def step_index(
         rotations=tuple(rotation(rope, batch.positions_T, length_T) for rope in ropes),
         ropes=ropes,
         attention_impl=attention_impl,
+        chip=chip,
     )
 
 
@@ -139,7 +149,7 @@ def append(kv_pages: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, step: StepIn
         # scatter; the second is padding.
         page_T, offset_T = jnp.pad(page_T, (0, 1)), jnp.pad(offset_T, (0, 1))
         k_TKH, v_TKH = (jnp.pad(x, ((0, 1), (0, 0), (0, 0))) for x in (k_TKH, v_TKH))
-    return write_pages(kv_pages, k_TKH, v_TKH, page_T, offset_T)
+    return update_cache(kv_pages, k_TKH, v_TKH, page_T, offset_T, chip=step.chip)
 
 
 def copy_pages(cache: KVCache, from_R: jax.Array, to_R: jax.Array) -> KVCache:

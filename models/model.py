@@ -20,6 +20,7 @@ from models.mixers import mixer_of
 from models.mlp import MlpParams, apply_mlp, declare_mlp
 from models.norms import NormParams, apply_norm, declare_norm
 from models.params import Param
+from pallas_kernels.chips import Chip
 
 
 @struct.dataclass
@@ -85,12 +86,14 @@ def forward(
     batch: RaggedBatch,
     *,
     attention_impl: str = "auto",
+    chip: Chip | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Hidden states after the final norm, [T, D] in the weights' dtype, and the grown cache.
 
+    `chip` is what the pass is compiled for and the cache is laid out for; None: the host's CPU.
     Rows of padding hold finite values that mean nothing.
     """
-    step = step_index(config, cache, batch, attention_impl)
+    step = step_index(config, cache, batch, attention_impl, chip)
     x_TD = params.embed_VD.at[batch.tokens_T].get(mode="clip")
     if config.embedding_scale is not None:
         # The reference rounds the factor to the activations' dtype before it multiplies.

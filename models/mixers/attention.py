@@ -93,6 +93,7 @@ def apply_attention(
         softcap=spec.softcap,
         sinks_N=params.sinks_N,
         impl=step.attention_impl,
+        chip=step.chip,
     )
     out_TD = with_bias(contract("TNH,DNH->TD", o_TNH, params.wo_DNH), params.bo_D)
     return out_TD, kv_pages

@@ -4,9 +4,9 @@ kv_pages is one array kv_P2KCH [page, 2, KV head, position in page, dim], keys a
 and values at 1. The positions of one head of one page are contiguous: a kernel reads one head of a
 page as one run of C * H values, and gathered pages are already the operand of a batched matmul.
 
-On a TPU a row of a page is as wide as the vector registers, 128 lanes, and an array's last axis is
-padded to it. There narrower heads share a row, so that nothing is padded: F heads side by side,
-[page, 2, K / F, C, F * H], or where K is odd one head's keys and values, [page, 1, K, C, 2 * H].
+On a TPU a row of a page is as wide as the vector registers, 128 lanes. There narrower heads share a
+row: F heads side by side, [page, 2, K / F, C, F * H], or where K is odd one head's keys and values,
+[page, 1, K, C, 2 * H]. Heads whose width does not divide the row are filled up with zeros.
 `pages_shape` decides it by `lanes`, everything else reads it off the shape.
 
 Slot s keeps position j in page page_table_SM[s, j // C] at offset j % C. Page 0 is the trash page:
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels.chips import Chip
 
 TRASH_PAGE = 0
+TPU_LANES = 128
 
 # Logical axis of each dimension, for sharding rules: heads are the only one that is ever split.
 PAGES_AXES = (None, None, "kv_heads", None, None)
@@ -31,7 +32,7 @@ PAGES_AXES = (None, None, "kv_heads", None, None)
 
 def lanes_of(chip: Chip | None) -> int:
     """Width of a page row that the chip's kernels want: for `pages_shape`."""
-    return 128 if chip is not None and chip.kind == "tpu" else 1
+    return TPU_LANES if chip is not None and chip.kind == "tpu" else 1
 
 
 def pages_shape(
@@ -39,7 +40,7 @@ def pages_shape(
 ) -> tuple[int, int, int, int, int]:
     """Shape of one layer's pool. num_pages counts the trash page.
 
-    Heads share a row as far as they fit into `lanes`.
+    Heads share a row as far as they fit into `lanes`, else rows are whole multiples of it.
     """
     if num_pages < 2:
         raise ValueError(
@@ -55,6 +56,8 @@ def pages_shape(
     shared = math.gcd(num_kv_heads, lanes // head_dim) if lanes % head_dim == 0 else 1
     if shared == 1 and 2 * head_dim <= lanes:
         return (num_pages, 1, num_kv_heads, page_size, 2 * head_dim)
+    if shared == 1:
+        return (num_pages, 2, num_kv_heads, page_size, -(-head_dim // lanes) * lanes)
     return (num_pages, 2, num_kv_heads // shared, page_size, shared * head_dim)
 
 
@@ -67,12 +70,41 @@ def num_kv_heads_of(shape: tuple[int, ...], head_dim: int) -> int:
     _, parts, rows, _, lanes = shape
     if parts == 2 and lanes % head_dim == 0:
         return rows * lanes // head_dim
+    if parts == 2 and lanes == -(-head_dim // TPU_LANES) * TPU_LANES:
+        return rows
     if parts == 1 and lanes == 2 * head_dim:
         return rows
     raise ValueError(
         f"kv_pages has shape {shape}: must be (any, 2, any, any, {head_dim}) for heads of "
         f"{head_dim}, or what pages_shape gives for them"
     )
+
+
+def page_rows(
+    kv_pages: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
+) -> jax.Array:
+    """new_TRL: what each token puts into the rows of its page, keys first, in the pool's dtype.
+
+    ValueError if keys, values and places do not fit each other and the pool.
+    """
+    _, parts, rows, _, lanes = kv_pages.shape
+    tokens, head_dim = page_T.shape[0], k_TKH.shape[-1]
+    expected = (tokens, num_kv_heads_of(kv_pages.shape, head_dim), head_dim)
+    if k_TKH.shape != expected or v_TKH.shape != expected:
+        raise ValueError(
+            f"keys {k_TKH.shape} and values {v_TKH.shape} do not fit pages {kv_pages.shape}: "
+            f"both must be {expected} for {tokens} places"
+        )
+    if offset_T.shape != (tokens,):
+        raise ValueError(f"offset_T has shape {offset_T.shape}: must be {(tokens,)} as page_T")
+    new = jnp.stack([k_TKH, v_TKH], axis=1 if parts == 2 else 2).astype(kv_pages.dtype)
+    if lanes % head_dim:
+        new = jnp.pad(new, ((0, 0),) * 3 + ((0, lanes - head_dim),))
+    return new.reshape(tokens, parts * rows, lanes)
 
 
 def write_pages(
@@ -88,17 +120,8 @@ def write_pages(
     is dropped. Two tokens must not share a place, except in the trash page.
     """
     num_pages, parts, rows, _, lanes = kv_pages.shape
-    tokens, head_dim = page_T.shape[0], k_TKH.shape[-1]
-    expected = (tokens, num_kv_heads_of(kv_pages.shape, head_dim), head_dim)
-    if k_TKH.shape != expected or v_TKH.shape != expected:
-        raise ValueError(
-            f"keys {k_TKH.shape} and values {v_TKH.shape} do not fit pages {kv_pages.shape}: "
-            f"both must be {expected} for {tokens} places"
-        )
-    if offset_T.shape != (tokens,):
-        raise ValueError(f"offset_T has shape {offset_T.shape}: must be {(tokens,)} as page_T")
-    new_TpRL = jnp.stack([k_TKH, v_TKH], axis=1 if parts == 2 else 2).astype(kv_pages.dtype)
-    new_TpRL = new_TpRL.reshape(tokens, parts, rows, lanes)
+    new_TRL = page_rows(kv_pages, k_TKH, v_TKH, page_T, offset_T)
+    new_TpRL = new_TRL.reshape(page_T.shape[0], parts, rows, lanes)
     # A negative index would count from the end; num_pages is out of range and dropped instead.
     page_T = jnp.where((page_T >= 0) & (offset_T >= 0), page_T, num_pages)
     return kv_pages.at[page_T, :, :, offset_T].set(new_TpRL, mode="drop")
@@ -118,7 +141,7 @@ def read_dense(
     _, parts, _, size, lanes = kv_pages.shape
     head_dim = head_dim or lanes
     num_kv_heads = num_kv_heads_of(kv_pages.shape, head_dim)
-    kv_SMpRCL = kv_pages.at[page_table_SM].get(mode="clip")
+    kv_SMpRCL = kv_pages.at[page_table_SM].get(mode="clip")[..., : lanes // head_dim * head_dim]
     kv_SMpRCfH = kv_SMpRCL.reshape(*kv_SMpRCL.shape[:-1], lanes // head_dim, head_dim)
     # Keys or values first: they are told apart by p, or by f where they share a row.
     order = (2, 0, 1, 4, 3, 5, 6) if parts == 2 else (5, 0, 1, 4, 3, 2, 6)

@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention.tpu_sizes import (
     Sizes,
     default_sizes,
     vmem_bytes,
+    vmem_limit,
 )
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -40,11 +41,8 @@ def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
         return f"needs a TPU, the call is for {chip.name if chip else 'the host CPU'}"
     if spec.head_dim not in HEAD_DIMS:
         return f"head width {spec.head_dim}: must be one of {HEAD_DIMS}"
-    if spec.head_dim < LANES and LANES % spec.head_dim == 0 and spec.page_lanes != LANES:
-        return (
-            f"rows of a page are {spec.page_lanes} wide: heads of {spec.head_dim} must share rows "
-            f"of {LANES}, see pages_shape"
-        )
+    if spec.page_lanes % LANES:
+        return f"rows of a page are {spec.page_lanes} wide: must be {LANES}, see pages_shape"
     if spec.q_dtype not in ("bfloat16", "float32"):
         return f"queries are {spec.q_dtype}: must be bfloat16 or float32"
     if spec.kv_dtype not in KV_DTYPES:
@@ -60,10 +58,10 @@ def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
             "pages or fewer slots"
         )
     needed = max(vmem_bytes(spec, each) for each in default_sizes(spec, chip))
-    if needed > chip.vmem_bytes * 3 // 4:
+    if needed > vmem_limit(chip):
         return (
             f"blocks, queries and scores take {needed:,} bytes: vector memory has "
-            f"{chip.vmem_bytes * 3 // 4:,} for them; use smaller pages"
+            f"{vmem_limit(chip):,} for them; use smaller pages"
         )
     return None
 
@@ -111,7 +109,8 @@ def pack(q_ZQNH: jax.Array, kv_pages: jax.Array) -> jax.Array:
         q_ZRFGQL = jnp.pad(q_ZRFGQH, ((0, 0),) * 5 + ((0, L - H),))
     else:
         own_FfH = jnp.eye(F, dtype=bool)[:, None, None, :, None]
-        q_ZRFGQL = jnp.where(own_FfH, q_ZRFGQH[..., None, :], 0).reshape(Z, R, F, G, Q, L)
+        q_ZRFGQL = jnp.where(own_FfH, q_ZRFGQH[..., None, :], 0).reshape(Z, R, F, G, Q, F * H)
+        q_ZRFGQL = jnp.pad(q_ZRFGQL, ((0, 0),) * 5 + ((0, L - F * H),))
     rows = F * G * Q
     padding = -rows % SUBLANES
     return jnp.pad(q_ZRFGQL.reshape(Z, R, rows, L), ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -166,6 +165,8 @@ def _run(
     if spec.kv_scales:
         scale_2N = jnp.repeat(kv_scale_2K, N // spec.num_kv_heads, axis=1)
         scale_2RM = jnp.stack([_per_row(a_N, Q, q_ZRML.shape) for a_N in scale_2N])
+    # Only where the matrix unit takes the pages as they are.
+    split = spec.kv_dtype == "float8_e4m3fn" and chip is not None and chip.multiplies(spec.kv_dtype)
     plan = Plan(
         queries=Q,
         pages=sizes.pages,
@@ -175,8 +176,10 @@ def _run(
         window=spec.window,
         softcap=spec.softcap,
         scaled=spec.kv_scales,
+        split=split,
         unrolled=M <= 4 * SUBLANES,
     )
+    rows_of_split = (R, 2 * M, L) if split else (1, SUBLANES, LANES)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
     o_ZRML = pl.pallas_call(
@@ -194,6 +197,8 @@ def _run(
                 pltpu.VMEM((R, M, LANES), jnp.float32),
                 pltpu.VMEM((R, M, LANES), jnp.float32),
                 pltpu.VMEM((R, M, L), jnp.float32),
+                pltpu.VMEM(rows_of_split, kv_pages.dtype),
+                pltpu.VMEM((R, M, LANES) if split else (1, SUBLANES, LANES), jnp.float32),
                 pltpu.SemaphoreType.DMA((sizes.buffers,)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),

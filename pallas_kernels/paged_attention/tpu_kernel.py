@@ -46,6 +46,7 @@ class Plan:
     window: int | None
     softcap: float | None
     scaled: bool  # pages hold multiples of a scale per head
+    split: bool  # 8-bit pages meet queries and weights as sums of two 8-bit numbers, see `_split`
     unrolled: bool  # all rows of a block in one stretch of code, which hides latencies of few rows
 
 
@@ -61,7 +62,10 @@ class Tiles(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Vector memory: page blocks, queries and outputs in turn, running maximum, sum and output."""
+    """Vector memory: page blocks, queries and outputs in turn, running maximum, sum and output.
+
+    split_q and q_unit hold a tile's queries in the form of `_split` and the unit of each row.
+    """
 
     kv: jax.Array
     q: jax.Array
@@ -69,6 +73,8 @@ class Scratch(NamedTuple):
     max: jax.Array
     sum: jax.Array
     acc: jax.Array
+    split_q: jax.Array
+    q_unit: jax.Array
     kv_sem: jax.Array
     q_sem: jax.Array
     o_sem: jax.Array
@@ -137,6 +143,8 @@ def kernel(table, counts, *refs, plan: Plan):
             scratch.max[...] = jnp.maximum(sink_RM[...] * LOG2E, LOWEST)
             scratch.sum[...] = jnp.exp2(sink_RM[...] * LOG2E - scratch.max[...])
             scratch.acc[...] = jnp.zeros_like(scratch.acc)
+            if plan.split:
+                _split_queries(scratch, z)
 
         wait_for_pages(z, b, buffer)
         first_key, last_key = tiles.first_key[z], tiles.last_key[z]
@@ -178,7 +186,7 @@ def kernel(table, counts, *refs, plan: Plan):
     def _():
         q_copy(0).start()
         first = (jnp.int32(0), tiles.begin[0])
-        ahead = lax.fori_loop(0, plan.buffers - 1, fill, first)
+        ahead = lax.fori_loop(0, plan.buffers - 1, fill, first, unroll=True)
         lax.fori_loop(0, num_rounds, run_round, (*first, *ahead))
         pl.when(num_tiles > 1)(lambda: o_copy(num_tiles - 2).wait())
         o_copy(num_tiles - 1).wait()
@@ -188,6 +196,37 @@ def _over_lanes(x: jax.Array, lanes: int) -> jax.Array:
     """x[..., 128], equal in all lanes, as [..., lanes]."""
     whole, rest = divmod(lanes, LANES)
     return jnp.concatenate([x] * whole + [x[..., :rest]] * (rest > 0), axis=-1)
+
+
+# The largest number of float8_e4m3fn is 448 and a step is 2^-3 to 2^-4 of a number.
+SPLIT_MOST = 256.0
+SPLIT_STEP = 16.0
+
+
+def _split(x_MX: jax.Array, dtype) -> jax.Array:
+    """x, at most SPLIT_MOST, as coarse + fine / SPLIT_STEP in 8 bits each, below each other.
+
+    Together they have as many bits as bfloat16, and a product with 8-bit pages needs no wider copy
+    of the pages: it is the sum of two products that the matrix unit does in one.
+    """
+    coarse_MX = x_MX.astype(dtype)
+    fine_MX = ((x_MX - coarse_MX.astype(jnp.float32)) * SPLIT_STEP).astype(dtype)
+    return jnp.concatenate([coarse_MX, fine_MX], axis=0)
+
+
+def _join(y_MX: jax.Array) -> jax.Array:
+    """The product of a `_split` operand."""
+    rows = y_MX.shape[0] // 2
+    return y_MX[:rows] + y_MX[rows:] * (1 / SPLIT_STEP)
+
+
+def _split_queries(scratch: Scratch, tile):
+    for r in range(scratch.split_q.shape[0]):
+        q_ML = scratch.q[tile & 1, r].astype(jnp.float32)
+        most_M1 = jnp.maximum(jnp.max(jnp.abs(q_ML), axis=1, keepdims=True), 1e-30)
+        scratch.split_q[r] = _split(q_ML * (SPLIT_MOST / most_M1), scratch.split_q.dtype)
+        unit_ML = jnp.broadcast_to(most_M1 * (1 / SPLIT_MOST), scratch.q_unit.shape[1:])
+        scratch.q_unit[r] = unit_ML
 
 
 def _clear_outside(kv_buf, buffer, begin, first_key, last_key):
@@ -224,7 +263,7 @@ def _attend_block(
     _, num_rows, rows, lanes = q_buf.shape
     _, pages, parts, _, page_size, _ = kv_buf.shape
     block = pages * page_size
-    exact = jnp.float32 in (kv_buf.dtype, q_buf.dtype)
+    exact = not plan.split and jnp.float32 in (kv_buf.dtype, q_buf.dtype)
     dtype = jnp.float32 if exact else jnp.bfloat16
     precision = lax.Precision.HIGHEST if exact else None
 
@@ -236,16 +275,19 @@ def _attend_block(
         visible_MB &= x_MB > position_MB - plan.window
 
     def page_row(part, r):
-        return kv_buf[buffer, :, part, r].reshape(block, lanes).astype(dtype)
+        x_BL = kv_buf[buffer, :, part, r].reshape(block, lanes)
+        return x_BL if plan.split else x_BL.astype(dtype)
 
     def score(r):
         score_MB = lax.dot_general(
-            q_buf[tile & 1, r].astype(dtype),
+            scratch.split_q[r] if plan.split else q_buf[tile & 1, r].astype(dtype),
             page_row(0, r),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
             precision=precision,
         )
+        if plan.split:
+            score_MB = _join(score_MB) * _over_lanes(scratch.q_unit[r], block)
         unit = LOG2E
         if plan.softcap is not None:
             inside = plan.scale / plan.softcap
@@ -263,6 +305,8 @@ def _attend_block(
         weight_MB = jnp.exp2(score_MB - _over_lanes(new_max, block))
         scratch.max[r] = new_max
         scratch.sum[r] = scratch.sum[r] * shrink + jnp.sum(weight_MB, axis=1, keepdims=True)
+        if plan.split:
+            return _split(weight_MB * SPLIT_MOST, kv_buf.dtype), shrink
         return weight_MB.astype(dtype), shrink
 
     def collect(r, weight_MB, shrink):
@@ -272,6 +316,8 @@ def _attend_block(
             preferred_element_type=jnp.float32,
             precision=precision,
         )
+        if plan.split:
+            o_ML = _join(o_ML) * (1 / SPLIT_MOST)
         scratch.acc[r] = scratch.acc[r] * _over_lanes(shrink, lanes) + o_ML
 
     if plan.unrolled:

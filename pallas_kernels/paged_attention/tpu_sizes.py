@@ -6,7 +6,7 @@ size and dtype of the cache; the value has fields of `Sizes` for decode.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from pallas_kernels.chips import Chip
@@ -15,7 +15,8 @@ from pallas_kernels.paged_attention.tpu_kernel import LANES
 
 SUBLANES = 8
 BLOCK_BYTES = 2 << 20  # a few such blocks in flight cover the memory's latency
-MOST_KEYS = 512  # of a block: scores of a tile of a prompt are M x keys in float32
+MOST_KEYS = 1024  # of a block: what is computed for nothing at the end of a slot
+MOST_KEYS_OF_CHUNK = 512  # the scores of a tile are M x keys in float32
 FEW_QUERIES = 16  # up to here all slots are taken as decode rows
 
 
@@ -36,32 +37,46 @@ def rows_of(spec: KernelSpec, queries: int) -> int:
 def vmem_bytes(spec: KernelSpec, sizes: Sizes) -> int:
     """Vector memory of one call: page blocks, queries and outputs twice, softmax state, scores."""
     rows = rows_of(spec, sizes.queries)
-    lanes = -(-spec.page_lanes // LANES) * LANES
-    padding = lanes / spec.page_lanes
-    blocks = sizes.buffers * sizes.pages * spec.page_bytes * padding
-    state = spec.page_rows * rows * 4 * (2 * LANES + 5 * lanes + 4 * LANES)
+    blocks = sizes.buffers * sizes.pages * spec.page_bytes
+    state = spec.page_rows * rows * 4 * (6 * LANES + 5 * spec.page_lanes)
     keys = sizes.pages * spec.page_size
     heads = spec.page_rows if sizes.queries <= FEW_QUERIES else 1
-    return int(blocks + state + 4 * 4 * heads * rows * keys)
+    return blocks + state + 4 * 4 * heads * rows * keys
+
+
+def vmem_limit(chip: Chip) -> int:
+    """What a call may take of it; the compiler's own temporaries have the rest."""
+    return chip.vmem_bytes * 3 // 4
+
+
+def _pages_of_block(spec: KernelSpec, most_keys: int) -> int:
+    unit = math.lcm(spec.page_size, LANES) // spec.page_size  # whole registers of scores
+    most = min(BLOCK_BYTES // spec.page_bytes, most_keys // spec.page_size, spec.pages_per_slot)
+    return max(1, most // unit) * unit
 
 
 def default_sizes(spec: KernelSpec, chip: Chip | None) -> tuple[Sizes, ...]:
     """One call where all slots bring few tokens, else one for single tokens and one for chunks."""
     most = min(spec.max_q_len, spec.num_rows)
-    unit = math.lcm(spec.page_size, LANES) // spec.page_size  # whole registers of scores
-    most_pages = min(BLOCK_BYTES // spec.page_bytes, MOST_KEYS // spec.page_size)
-    pages = max(1, most_pages // unit) * unit
-    few = Sizes(1 << (min(most, FEW_QUERIES) - 1).bit_length(), pages)
-    if most > FEW_QUERIES:
-        few = Sizes(1, pages)
+    chunks = most > FEW_QUERIES
     tuned = {}
     if chip is not None:
         table = json.loads(resources.files(__package__).joinpath("tpu_sizes.json").read_text())
         key = f"H{spec.head_dim} K{spec.num_kv_heads} C{spec.page_size} {spec.kv_dtype}"
         tuned = table.get(chip.name, {}).get(key, {})
-    few = Sizes(few.queries, **({"pages": pages} | tuned))
-    if most <= FEW_QUERIES:
+    few_queries = 1 if chunks else 1 << (most - 1).bit_length()
+    few = Sizes(few_queries, **({"pages": _pages_of_block(spec, MOST_KEYS)} | tuned))
+    while chip is not None and few.buffers > 2 and vmem_bytes(spec, few) > vmem_limit(chip):
+        few = replace(few, buffers=few.buffers // 2)
+    if not chunks:
         return (few,)
+    # As many rows as a matmul likes, but each slot may need a tile of its own: tiles hold at most
+    # about five times the rows that there are.
     group = spec.num_heads // spec.page_rows
-    queries = max(8, min(128, 256 // group))
-    return few, Sizes(1 << (queries.bit_length() - 1), pages, 2)
+    queries = max(8, min(128, 256 // group, 4 * spec.num_rows // spec.num_slots))
+    chunk = Sizes(
+        1 << (queries.bit_length() - 1), _pages_of_block(spec, MOST_KEYS_OF_CHUNK), buffers=2
+    )
+    while chip is not None and chunk.queries > 8 and vmem_bytes(spec, chunk) > vmem_limit(chip):
+        chunk = replace(chunk, queries=chunk.queries // 2)
+    return few, chunk

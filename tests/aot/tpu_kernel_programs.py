@@ -19,6 +19,12 @@ def _array(mesh: Mesh, shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
+def _on_each(mesh: Mesh, fn):
+    """Every device of the mesh does the same: a kernel is not partitioned by itself."""
+    every = PartitionSpec()
+    return jax.shard_map(fn, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+
+
 def _call(mesh, chip, heads, page_size, slots, rows, columns, q_dtype, kv_dtype, pages):
     """Abstract queries, pages, page table and three slot arrays."""
     num_heads, num_kv_heads, head_dim = heads
@@ -58,7 +64,7 @@ def named_cases(mesh: Mesh, *, chip: str, dtype: str) -> Program:
             for (*arrays, sinks_N), kwargs in zip(calls, static, strict=True)
         ]
 
-    return Program(attend, (calls,))
+    return Program(_on_each(mesh, attend), (calls,))
 
 
 def decode(
@@ -82,7 +88,8 @@ def decode(
     attend = functools.partial(
         ragged_paged_attention, scale=heads[2] ** -0.5, max_q_len=q_len, impl="tpu", chip=chip
     )
-    return Program(lambda *a: attend(*a[:-1], kv_scale_2K=a[-1]), (*call, scale_2K))
+    call = (*call, scale_2K)
+    return Program(_on_each(mesh, lambda *a: attend(*a[:-1], kv_scale_2K=a[-1])), call)
 
 
 def jax_decode(
@@ -99,7 +106,7 @@ def jax_decode(
     pages = _array(mesh, (num_kv_heads, 4096, page_size, head_dim), jnp.bfloat16)
     attend = functools.partial(jax_paged_attention, pages_per_compute_block=pages_per_block)
     return Program(
-        attend,
+        _on_each(mesh, attend),
         (
             _array(mesh, (slots, num_heads, head_dim), jnp.bfloat16),
             pages,
@@ -138,7 +145,7 @@ def layers(
         return jax.lax.fori_loop(0, 3, step, (pools, x_TNH))
 
     return Program(
-        steps,
+        _on_each(mesh, steps),
         ([pool, pool], q_TNH, row_T, row_T, table_SM, *slot_arrays),
         donate_argnums=(0,),
         watched=pool,
@@ -161,4 +168,4 @@ def append(
     pool, new = _array(mesh, shape, dtype), _array(mesh, (rows, num_kv_heads, head_dim), dtype)
     row_T = _array(mesh, (rows,), jnp.int32)
     write = functools.partial(update_cache, chip=chip if by_kernel else None)
-    return Program(write, (pool, new, new, row_T, row_T), (0,), watched=pool)
+    return Program(_on_each(mesh, write), (pool, new, new, row_T, row_T), (0,), watched=pool)

@@ -20,12 +20,14 @@ def packed(kv_pages, lanes=LANES):
     shape = pages_shape(pages, size, heads, head_dim, lanes)
     if shape[1] == 1:
         return jnp.concatenate([kv_pages[:, :1], kv_pages[:, 1:]], axis=-1).reshape(shape)
+    if shape[4] > head_dim * (heads // shape[2]):
+        return jnp.pad(kv_pages, ((0, 0),) * 4 + ((0, shape[4] - head_dim),))
     share = heads // shape[2]
     kv_P2RfCH = kv_pages.reshape(pages, 2, shape[2], share, size, head_dim)
     return kv_P2RfCH.transpose(0, 1, 2, 4, 3, 5).reshape(shape)
 
 
-def run(case, inputs, sizes=None, interpret=True, kv_scale_2K=None, lanes=LANES):
+def run(case, inputs, sizes=None, interpret=True, kv_scale_2K=None, lanes=LANES, chip=None):
     *arrays, sinks_N = inputs
     arrays[1] = packed(arrays[1], lanes)
     static = {
@@ -34,7 +36,7 @@ def run(case, inputs, sizes=None, interpret=True, kv_scale_2K=None, lanes=LANES)
         "window": case.window,
         "softcap": case.softcap,
     }
-    attend = functools.partial(tpu.attend, **static, sizes=sizes, interpret=interpret)
+    attend = functools.partial(tpu.attend, **static, sizes=sizes, interpret=interpret, chip=chip)
     with jax.numpy_dtype_promotion("strict"):
         out_TNH = jax.jit(attend)(*arrays, sinks_N=sinks_N, kv_scale_2K=kv_scale_2K)
     spec = check(*arrays, **static, sinks_N=sinks_N, kv_scale_2K=kv_scale_2K)
