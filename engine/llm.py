@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -12,82 +11,21 @@ from tqdm import tqdm
 from engine import beam_search, checkpoint
 from engine.beam_search import BeamSearchOutput, BeamSearchParams
 from engine.dispatch import Choice
-from engine.engine import Engine
+from engine.engine_args import EngineArgs, network_engine
 from engine.metrics import Metrics
-from engine.network import NetworkModel
-from engine.outputs import Logprob, RequestOutput, RequestTimes
-from engine.platform import (
-    enable_compilation_cache,
-    free_memory_bytes,
-    min_matmul_rows,
-    resolve_dtype,
-)
+from engine.outputs import RequestOutput
+from engine.platform import enable_compilation_cache, resolve_dtype
 from engine.recording import FileRecorder
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import SamplingLimits, bad_word_ids_of
-from engine.state import EngineConfig
-from engine.text import TextChoice, logprobs_by_id
+from engine.text import RequestText
 from engine.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint.load import load_model
 from models.checkpoint.registry import resolve
 from models.config import ModelConfig
-from models.kv_cache import init_cache, kv_bytes_per_token, num_pages_for
-from models.model import ModelParams, cache_specs
-from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from models.model import ModelParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class EngineArgs:
-    """How the engine runs, apart from the model.
-
-    max_num_seqs            requests that run at once
-    max_model_len           prompt and output tokens of one request; None: the model's, 4096 at most
-    num_pages               pages of the cache; None: what `max_num_seqs` full requests need, or
-                            `gpu_memory_utilization` of the device's free memory if that is less
-    max_num_batched_tokens  prompt tokens computed per round
-    max_logprobs            best log-probabilities a request may ask for per token
-    scheduling_policy       continuous, or static (admit only when nothing runs)
-    steps_per_dispatch      rounds the device runs before the host looks
-    overlap                 dispatch before the previous dispatch's tokens are read
-    attention_impl          auto, or an implementation of ragged paged attention
-    record                  file to write the record of every dispatch to
-    """
-
-    max_num_seqs: int = 8
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    num_pages: int | None = None
-    page_size: int = 16
-    max_num_batched_tokens: int = 256
-    enable_prefix_caching: bool = True
-    max_logprobs: int = 20
-    scheduling_policy: str = "continuous"
-    steps_per_dispatch: int = 4
-    overlap: bool = True
-    attention_impl: str = "auto"
-    record: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "steps_per_dispatch"):
-            _whole(name, getattr(self, name))
-        _whole("max_logprobs", self.max_logprobs, least=0)
-        for name in ("max_model_len", "num_pages"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name))
-        if self.attention_impl not in ("auto", *IMPLEMENTATIONS):
-            raise ValueError(
-                f"unknown attention_impl {self.attention_impl!r}; use auto, "
-                f"{' or '.join(IMPLEMENTATIONS)}"
-            )
-
-
-def _whole(name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 class LLM:
@@ -134,31 +72,8 @@ class LLM:
     def _setup(
         self, config, params, tokenizer: Tokenizer | None, args: EngineArgs, name: str
     ) -> None:
-        max_model_len = args.max_model_len
-        if max_model_len is None:
-            max_model_len = min(config.max_position, 4096)
-        if not 1 <= max_model_len <= config.max_position:
-            raise ValueError(
-                f"max_model_len must be in 1 .. {config.max_position} (the model's limit), got "
-                f"{max_model_len}"
-            )
         self.model_config, self.tokenizer = config, tokenizer
         dtype = params.embed_VD.dtype
-        specs = cache_specs(config)
-        num_pages = _num_pages(args, specs, dtype, max_model_len)
-        engine_config = EngineConfig(
-            max_num_seqs=args.max_num_seqs,
-            num_slots=2 * args.max_num_seqs,
-            max_model_len=max_model_len,
-            num_pages=num_pages,
-            page_size=args.page_size,
-            token_budget=args.max_num_batched_tokens,
-            max_rounds=args.steps_per_dispatch,
-            inbox_size=min(2 * args.max_num_seqs, 64),
-            inbox_tokens=max(max_model_len, 4 * args.max_num_batched_tokens),
-            enable_prefix_caching=args.enable_prefix_caching,
-            policy=args.scheduling_policy,
-        )
         limits = SamplingLimits(vocab_size=config.vocab_size, max_logprobs=args.max_logprobs)
         recorder = None
         if args.record is not None:
@@ -168,7 +83,7 @@ class LLM:
         self.engine = network_engine(
             config,
             params,
-            engine_config,
+            args.engine_config(config, dtype),
             limits,
             args.attention_impl,
             eos_token_ids=sorted(eos),
@@ -177,7 +92,7 @@ class LLM:
             recorder=recorder,
         )
         self._next_request = 0
-        self._open: dict[str, _Request] = {}  # whose last output nobody has been given yet
+        self._open: dict[str, RequestText] = {}  # whose last output nobody has been given yet
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -270,7 +185,7 @@ class LLM:
         and of dispatches (mean, P50, P95, P99); see `Metrics`."""
         return self.engine.metrics()
 
-    def _requests(self, prompts, sampling_params, priority) -> dict[str, "_Request"]:
+    def _requests(self, prompts, sampling_params, priority) -> dict[str, "RequestText"]:
         prompts = _as_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -283,7 +198,7 @@ class LLM:
             )
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(priority)} priorities")
-        requests: dict[str, _Request] = {}
+        requests: dict[str, RequestText] = {}
         complete = False
         try:
             for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
@@ -325,9 +240,8 @@ class LLM:
         self._open[request_id] = self._request(text, choices)
         return self._open[request_id]
 
-    def _request(self, prompt: str | None, choices: Sequence[Choice]) -> "_Request":
-        texts = [TextChoice(choice, self.tokenizer) for choice in choices]
-        return _Request(prompt, texts, self.tokenizer)
+    def _request(self, prompt: str | None, choices: Sequence[Choice]) -> "RequestText":
+        return RequestText(prompt, choices, self.tokenizer)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], int]:
         """(text, ids, salt) of a text, token ids, or a mapping with `prompt` or
@@ -353,7 +267,7 @@ class LLM:
 
     # ---- serving -------------------------------------------------------------------------------
 
-    def _serve(self, requests: dict[str, "_Request"]):
+    def _serve(self, requests: dict[str, "RequestText"]):
         try:
             active = [(id_, text) for id_, r in requests.items() for text in r.texts]
             while True:
@@ -375,7 +289,7 @@ class LLM:
         finally:
             self._abort(requests)
 
-    def _abort(self, requests: dict[str, "_Request"]) -> None:
+    def _abort(self, requests: dict[str, "RequestText"]) -> None:
         for request_id, request in requests.items():
             self._open.pop(request_id, None)
             for text in request.texts:
@@ -386,7 +300,7 @@ class LLM:
 class Stream(Iterator):
     """Outputs of some requests as they come; closed or dropped early, it aborts what is left."""
 
-    def __init__(self, llm: LLM, requests: "dict[str, _Request]"):
+    def __init__(self, llm: LLM, requests: "dict[str, RequestText]"):
         self._llm, self._requests = llm, requests
         self._outputs = llm._serve(requests)
 
@@ -399,79 +313,6 @@ class Stream(Iterator):
 
     def __del__(self) -> None:
         self.close()
-
-
-class _Request:
-    def __init__(self, prompt: str | None, texts: list[TextChoice], tokenizer: Tokenizer | None):
-        self.prompt, self.texts, self._tokenizer = prompt, texts, tokenizer
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-
-    @property
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        choice = self.texts[0].choice
-        scores = choice.prompt_scores
-        if self._prompt_logprobs is None and scores and None not in scores[1:]:
-            wanted = choice.params.prompt_logprobs
-            self._prompt_logprobs = [
-                None if row is None else logprobs_by_id(row, wanted, self._tokenizer)
-                for row in scores
-            ]
-        return self._prompt_logprobs
-
-    @property
-    def finished(self) -> bool:
-        return all(text.output.finish_reason for text in self.texts)
-
-    def output(self, request_id: str) -> RequestOutput:
-        choices = [text.choice for text in self.texts]
-        starts = [c.started_s for c in choices if c.started_s is not None]
-        firsts = [c.first_token_s for c in choices if c.first_token_s is not None]
-        lasts = [c.last_token_s for c in choices if c.last_token_s is not None]
-        return RequestOutput(
-            request_id=request_id,
-            prompt=self.prompt,
-            prompt_token_ids=choices[0].prompt_ids,
-            outputs=[text.output for text in self.texts],
-            finished=self.finished,
-            seed=choices[0].facts.seed,
-            times=RequestTimes(
-                choices[0].arrival_s,
-                min(starts, default=None),
-                min(firsts, default=None),
-                max(lasts, default=None),
-            ),
-            prompt_logprobs=self.prompt_logprobs,
-        )
-
-
-def network_engine(
-    config: ModelConfig,
-    params: ModelParams,
-    engine_config: EngineConfig,
-    limits: SamplingLimits,
-    attention_impl: str = "auto",
-    **options: Any,
-) -> Engine:
-    """An engine that runs a network; `options` are those of `Engine`."""
-    dtype = params.embed_VD.dtype
-    network = NetworkModel(config, limits, dtype, attention_impl, min_matmul_rows(dtype))
-    specs, pages = cache_specs(config), engine_config.num_pages
-    cache = init_cache(specs, pages, engine_config.page_size, dtype)
-    return Engine(engine_config, network, params, cache, limits, **options)
-
-
-def _num_pages(args: EngineArgs, specs, dtype, max_model_len: int) -> int:
-    fraction = args.gpu_memory_utilization
-    most = num_pages_for(specs, args.page_size, dtype, free_memory_bytes(), fraction)
-    if args.num_pages is None:
-        return min(args.max_num_seqs * -(-max_model_len // args.page_size) + 1, most)
-    if args.num_pages > most:
-        page_bytes = args.page_size * kv_bytes_per_token(specs, dtype)
-        raise ValueError(
-            f"num_pages {args.num_pages} of {page_bytes:,} bytes do not fit: {fraction:.0%} of the "
-            f"device's free memory holds {most}; use fewer pages or a smaller dtype"
-        )
-    return args.num_pages
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from engine.dispatch import Dispatch, make_inbox
+from engine.engine_args import engine_config
 from engine.network import NetworkModel
 from engine.sampling_rows import SamplingLimits, empty_rows
 from engine.schedule import admit, allocate, commit, schedule
@@ -49,22 +50,6 @@ def scheduling_round(mesh: Mesh, **sizes: int) -> Program:
         jax.ShapeDtypeStruct(rows, jnp.bool_),
     )
     return Program(one_round, _on_all(mesh, arguments), donate_argnums=(0,))
-
-
-def engine_config(
-    *, num_rows: int, max_model_len: int, num_pages: int, page_size: int, token_budget: int
-) -> EngineConfig:
-    """The sizes that `LLM` derives from these."""
-    return EngineConfig(
-        max_num_seqs=num_rows,
-        num_slots=2 * num_rows,
-        max_model_len=max_model_len,
-        num_pages=num_pages,
-        page_size=page_size,
-        token_budget=token_budget,
-        inbox_size=min(2 * num_rows, 64),
-        inbox_tokens=max(max_model_len, 4 * token_budget),
-    )
 
 
 def network_step(

@@ -4,9 +4,11 @@ Tokens are taken one by one, so the text, the token ids and the log-probabilitie
 token that completes a stop, however many tokens a dispatch brought.
 """
 
+from collections.abc import Sequence
+
 from engine.dispatch import Choice
 from engine.logprobs import Logprobs
-from engine.outputs import CompletionOutput, Logprob
+from engine.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
 from engine.stop_strings import StopStrings
 from engine.tokenizer import Tokenizer
 
@@ -75,6 +77,52 @@ class TextChoice:
             last = choice.token_ids[-1]
             output.stop_reason = last if last in (self.params.stop_token_ids or ()) else None
         return text
+
+
+class RequestText:
+    """Follows the choices of one request."""
+
+    def __init__(self, prompt: str | None, choices: Sequence[Choice], tokenizer: Tokenizer | None):
+        self.prompt, self._tokenizer = prompt, tokenizer
+        self.texts = [TextChoice(choice, tokenizer) for choice in choices]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        choice = self.texts[0].choice
+        scores = choice.prompt_scores
+        if self._prompt_logprobs is None and scores and None not in scores[1:]:
+            wanted = choice.params.prompt_logprobs
+            self._prompt_logprobs = [
+                None if row is None else logprobs_by_id(row, wanted, self._tokenizer)
+                for row in scores
+            ]
+        return self._prompt_logprobs
+
+    @property
+    def finished(self) -> bool:
+        return all(text.output.finish_reason for text in self.texts)
+
+    def output(self, request_id: str) -> RequestOutput:
+        choices = [text.choice for text in self.texts]
+        starts = [c.started_s for c in choices if c.started_s is not None]
+        firsts = [c.first_token_s for c in choices if c.first_token_s is not None]
+        lasts = [c.last_token_s for c in choices if c.last_token_s is not None]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=self.prompt,
+            prompt_token_ids=choices[0].prompt_ids,
+            outputs=[text.output for text in self.texts],
+            finished=self.finished,
+            seed=choices[0].facts.seed,
+            times=RequestTimes(
+                choices[0].arrival_s,
+                min(starts, default=None),
+                min(firsts, default=None),
+                max(lasts, default=None),
+            ),
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
 def logprobs_by_id(row: Logprobs, num_best: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -44,7 +44,7 @@ def widths(token_budget: int) -> dict[str, int]:
 def compile_programs(args: argparse.Namespace) -> dict[str, Compiled]:
     pages_per_row = -(-args.context // args.page_size)
     sizes = {
-        "num_rows": args.batch,
+        "max_num_seqs": args.batch,
         "max_model_len": args.context,
         "num_pages": args.batch * pages_per_row + 1,
         "page_size": args.page_size,

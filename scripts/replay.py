@@ -8,8 +8,8 @@ import argparse
 import sys
 
 from engine.cli import add_model_arguments, open_model, run
+from engine.engine_args import network_engine
 from engine.identity import differences
-from engine.llm import network_engine
 from engine.recording import FileRecorder, read_record
 from engine.replay import replay
 

@@ -18,7 +18,7 @@ STEP = {
     "model": "smollm2-135m",
     "num_layers": 8,
     "dtype": "bfloat16",
-    "num_rows": 32,
+    "max_num_seqs": 32,
     "max_model_len": 2048,
     "num_pages": 4096,
     "page_size": 16,
