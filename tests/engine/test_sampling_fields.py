@@ -143,7 +143,7 @@ def test_field_spaces_between_special_tokens():
         SamplingParams(spaces_between_special_tokens=False)
 
 
-def test_every_field_has_a_test():
+def test_b18_every_field_has_a_test():
     fields = {f.name for f in dataclasses.fields(SamplingParams)}
     here = {name.removeprefix("test_field_") for name in globals() if "test_field_" in name}
     assert here | OF_THE_ENGINE == fields
