@@ -21,7 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.chips import Chip
 from pallas_kernels.paged_attention import tpu_kernel
 from pallas_kernels.paged_attention.spec import KernelSpec, check
-from pallas_kernels.paged_attention.tpu_kernel import LANES, Plan, kernel
+from pallas_kernels.paged_attention.tpu_block import LANES, Plan
+from pallas_kernels.paged_attention.tpu_kernel import kernel
 from pallas_kernels.paged_attention.tpu_sizes import (
     SUBLANES,
     Sizes,
@@ -66,7 +67,7 @@ def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
     return None
 
 
-class Tiles(NamedTuple):
+class QueryTiles(NamedTuple):
     """Per tile its slot, first row in q, number of rows, position of that row."""
 
     slot: jax.Array
@@ -75,7 +76,7 @@ class Tiles(NamedTuple):
     position: jax.Array
 
 
-def cut(q_start_S, q_len_S, kv_len_S, queries: int, num_tiles: int) -> Tiles:
+def cut(q_start_S, q_len_S, kv_len_S, queries: int, num_tiles: int) -> QueryTiles:
     """The slots' rows in tiles of at most `queries`; tiles past the last one have no rows."""
     tiles_S = (q_len_S + queries - 1) // queries
     end_S = jnp.cumsum(tiles_S)
@@ -86,7 +87,7 @@ def cut(q_start_S, q_len_S, kv_len_S, queries: int, num_tiles: int) -> Tiles:
         return a_S.at[slot_Z].get(mode="fill", fill_value=0)
 
     first_Z = (z_Z - of_slot(end_S - tiles_S)) * queries
-    return Tiles(
+    return QueryTiles(
         slot=slot_Z,
         row=of_slot(q_start_S) + first_Z,
         rows=jnp.clip(of_slot(q_len_S) - first_Z, 0, queries),
@@ -139,7 +140,13 @@ def _per_row(a_N: jax.Array, queries: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _run(
-    arrays, tiles: Tiles, num_tiles, spec: KernelSpec, sizes: Sizes, chip: Chip | None, interpret
+    arrays,
+    tiles: QueryTiles,
+    num_tiles: jax.Array,
+    spec: KernelSpec,
+    sizes: Sizes,
+    chip: Chip | None,
+    interpret: bool | pltpu.InterpretParams,
 ) -> jax.Array:
     """o_ZQNH of all tiles; what tiles without rows hold is unspecified."""
     q_TNH, kv_pages, page_table_SM, sinks_N, kv_scale_2K = arrays

@@ -11,7 +11,7 @@ from importlib import resources
 
 from pallas_kernels.chips import Chip
 from pallas_kernels.paged_attention.spec import KernelSpec
-from pallas_kernels.paged_attention.tpu_kernel import LANES
+from pallas_kernels.paged_attention.tpu_block import LANES
 
 SUBLANES = 8
 BLOCK_BYTES = 2 << 20  # a few such blocks in flight cover the memory's latency

@@ -27,7 +27,8 @@ def name_of(value):
 def small_blocks(case):
     """Blocks of few keys, so that the named cases have several."""
     pages = max(1, 64 // case.page_size)
-    return (Sizes(1, pages, 2), Sizes(8, pages, 4))
+    decode = (Sizes(1, pages, 2),)
+    return decode if max(case.q_lens) == 1 else (*decode, Sizes(8, pages, 4))
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -117,7 +118,7 @@ def lengths(draw):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(lengths=lengths(), seed=st.integers(0, 3))
 def test_any_lengths(name, lengths, seed):
     assert drawn_excess(name, lengths, seed) <= 1
@@ -155,14 +156,12 @@ def test_b105_entries_past_the_used_ones_are_never_read():
 
 
 def test_block_sizes_do_not_matter():
-    """Five ways to cut the same call agree with the oracle and so with each other."""
+    """Three ways to cut the same call agree with the oracle and so with each other."""
     case = Case("sizes", 4, 2, 8, 4, (1, 13, 5), (30, 40, 5), window=9, softcap=2.0, sinks=True)
     inputs = make_inputs(case)
     for sizes in (
         (Sizes(1, 1, 2),),
-        (Sizes(1, 2, 2), Sizes(8, 5, 2)),
-        (Sizes(4, 1, 8), Sizes(16, 2, 4)),
-        (Sizes(16, 3, 2),),
+        (Sizes(4, 2, 8), Sizes(16, 5, 4)),
         (Sizes(32, 10, 2),),
     ):
         out_TNH, spec = run(case, inputs, sizes)

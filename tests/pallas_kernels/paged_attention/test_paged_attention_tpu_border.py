@@ -85,7 +85,7 @@ def test_256_slots_of_32k_tokens_fit_with_pages_of_64():
 
 
 @pytest.mark.parametrize("each", TPUS, ids=lambda each: each.name)
-@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 48, 256])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("max_q_len", [1, 5, 2048])
 def test_sizes_of_the_formula_fit(each, page_size, heads, max_q_len):

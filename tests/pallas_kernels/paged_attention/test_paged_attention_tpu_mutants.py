@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from pallas_kernels.paged_attention import tpu, tpu_kernel
+from pallas_kernels.paged_attention import tpu, tpu_block, tpu_kernel
 from pallas_kernels.paged_attention.cases import Case, make_inputs
 from pallas_kernels.paged_attention.tpu_sizes import Sizes
 from tests.pallas_kernels.paged_attention.tpu_runs import excess, run
@@ -28,7 +28,7 @@ MUTANTS = {
         "def run_round(round_, cursors):\n",
         "def run_round(round_, cursors):\n        scratch.sum[...] += 0.1\n",
     ),
-    "old output not rescaled": ("acc[r] * _over_lanes(shrink, lanes) + o_ML", "acc[r] + o_ML"),
+    "old output not rescaled": ("acc[r] * over_lanes(shrink, lanes) + o_ML", "acc[r] + o_ML"),
     "old sum not rescaled": ("scratch.sum[r] * shrink +", "scratch.sum[r] +"),
     "stale values": ("jnp.where(real, x_RCL, 0.0)", "x_RCL"),
     "pages of the next slot": ("entry = tiles.slot[z] *", "entry = (tiles.slot[z] + 1) *"),
@@ -37,20 +37,34 @@ MUTANTS = {
 }  # fmt: skip
 
 
+def broken(module, mutant):
+    """The module with the mutant's line, or None if it has not the right one."""
+    source = inspect.getsource(module)
+    right, wrong = MUTANTS[mutant]
+    if right not in source:
+        return None
+    assert source.count(right) == 1, f"{right!r} is not one place"
+    copy = types.ModuleType(module.__name__)
+    mine = sys.modules[copy.__name__]
+    sys.modules[copy.__name__] = copy  # dataclasses look their module up
+    try:
+        exec(compile(source.replace(right, wrong), "broken", "exec"), copy.__dict__)
+    finally:
+        sys.modules[copy.__name__] = mine
+    return copy
+
+
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
 def test_broken_kernels_fail(mutant, monkeypatch):
     """A call that uses everything tells each broken kernel from the right one."""
     if mutant:
-        source = inspect.getsource(tpu_kernel)
-        right, wrong = MUTANTS[mutant]
-        assert source.count(right) == 1, "the kernel has changed: write the mutant anew"
-        broken = types.ModuleType(tpu_kernel.__name__)
-        sys.modules[broken.__name__], mine = broken, sys.modules[broken.__name__]
-        try:
-            exec(compile(source.replace(right, wrong), "broken", "exec"), broken.__dict__)
-        finally:
-            sys.modules[broken.__name__] = mine
-        monkeypatch.setattr(tpu, "kernel", broken.kernel)
+        loop, block = broken(tpu_kernel, mutant), broken(tpu_block, mutant)
+        assert (loop is None) != (block is None), "the kernel has changed: write the mutant anew"
+        if loop:
+            monkeypatch.setattr(tpu, "kernel", loop.kernel)
+        else:
+            monkeypatch.setattr(tpu_kernel, "attend_block", block.attend_block)
+            monkeypatch.setattr(tpu_kernel, "clear_outside", block.clear_outside)
     case = Case("all", 4, 1, 16, 4, (3, 1), (30, 17), window=11, softcap=2.0, sinks=True)
     inputs = make_inputs(case)
     out_TNH, spec = run(case, inputs, (Sizes(4, 2, 2),), lanes=1)
