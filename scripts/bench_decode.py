@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
+from machine_facts import machine_facts
 from tqdm import tqdm
 
 from engine.bandwidth import measure_read_bandwidth
@@ -129,8 +129,7 @@ def main() -> None:
         "benchmark": "decode",
         "label": "measured",
         "model": args.model,
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **machine_facts(),
         "peer": peer.name if peer else None,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,

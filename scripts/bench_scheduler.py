@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machine_facts import machine_facts
 from tqdm import tqdm
 
 from engine.cli import run
@@ -210,7 +211,7 @@ def parts_of_a_round(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     args = parse_args()
-    result = {"benchmark": "scheduler", "label": "measured", "jax": jax.__version__}
+    result = {"benchmark": "scheduler", "label": "measured", **machine_facts()}
     result |= {"parts": parts_of_a_round(args), "share": share_of_a_step(args)}
     text = json.dumps(result)
     print(text)

@@ -13,20 +13,16 @@ made in pieces. Tables are rendered from all rows:
 
 import argparse
 import csv
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 from bench_decode import DTYPES, Peer, make_engines, time_ours_s
 from bench_throughput_report import draw, tables
+from machine_facts import machine_facts
 from tqdm import tqdm
 
 from engine.cli import run
@@ -108,26 +104,6 @@ def main() -> None:
 
 def _exists(path: Path | None) -> bool:
     return path is not None and path.exists()
-
-
-def machine_facts() -> dict:
-    """What a row needs to be judged: machine, versions, date, commit."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [x.partition(":")[2] for x in info.read_text().split("\n") if "model name" in x]
-        cpu = names[0].strip() if names else cpu
-    git = ["git", "-C", str(BENCHMARKS), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or None,
-    }
 
 
 # ---- decode --------------------------------------------------------------------------------------
