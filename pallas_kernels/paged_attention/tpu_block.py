@@ -61,7 +61,8 @@ class Scratch(NamedTuple):
 def over_lanes(x: jax.Array, lanes: int) -> jax.Array:
     """x[..., 128], equal in all lanes, as [..., lanes]."""
     whole, rest = divmod(lanes, LANES)
-    return jnp.concatenate([x] * whole + [x[..., :rest]] * (rest > 0), axis=-1)
+    parts = [x] * whole + ([x[..., :rest]] if rest else [])
+    return jnp.concatenate(parts, axis=-1)
 
 
 # The largest number of float8_e4m3fn is 448 and a step is 2^-3 to 2^-4 of a number.
