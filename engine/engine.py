@@ -3,8 +3,8 @@
 Each `step` sends all arrivals and aborts since the last one as a single inbox and, with `overlap`,
 dispatches before it reads the previous dispatch's tokens, so the device never waits for the host.
 The host keeps no schedule: it only knows which requests are out and that there are slots for them.
-Programs differ in their token budget alone: a short one when few prompt tokens wait, the full one
-else. Either can go on from any state, so no request mix ever needs another.
+Programs differ in their token budget alone: a shorter one when few prompt tokens wait, the full one
+else. Each can go on from any state, so no request mix ever needs another.
 """
 
 import secrets
@@ -229,7 +229,7 @@ class Engine:
     def budgets(self) -> tuple[int, ...]:
         """Token budgets of the programs, ascending."""
         full = self.config.token_budget
-        return (full // 8, full) if full >= 128 else (full,)
+        return (full // 8, full // 4, full) if full >= 128 else (full,)
 
     def compile(self) -> None:
         """Compile every program now; without it each is compiled when it is first needed."""
@@ -258,6 +258,8 @@ class Engine:
         waiting = sum(len(c.prompt_ids) for c in unanswered)
         rounds = 1 if waiting else rounds  # a first token is shown as soon as it is there
         budget = next((b for b in self.budgets if b >= waiting), self.config.token_budget)
+        if not waiting:  # any program decodes; none is compiled for that
+            budget = min(self._programs, default=budget)
         self._program(budget)  # compiling may be interrupted, what follows may not
         with interrupts_held_back():
             aborts = self._aborts[: self.config.inbox_size]
