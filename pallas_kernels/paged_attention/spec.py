@@ -56,7 +56,8 @@ def tolerance(spec: KernelSpec, length: int) -> tuple[float, float]:
     absolute = 4 * 2.0**-24 * (math.sqrt(spec.head_dim) + math.sqrt(length))
     if "float32" not in (spec.q_dtype, spec.kv_dtype):
         absolute += 4 * 2.0**-9
-    return absolute, {"float32": 2.0**-24, "bfloat16": 2.0**-8}[spec.q_dtype]
+    rounding = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+    return absolute, rounding[spec.q_dtype]
 
 
 def _require(name: str, array: jax.Array, shape: tuple[int | None, ...], kind: Any) -> None:
