@@ -1,18 +1,21 @@
 """How an engine is set up: the arguments users give, and the sizes and engine that follow."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.engine import Engine
+from engine.kernel_choice import kernel_chip
 from engine.network import NetworkModel
-from engine.platform import free_memory_bytes, min_matmul_rows
+from engine.platform import attached_chip, free_memory_bytes, min_matmul_rows
 from engine.sampling_rows import SamplingLimits
 from engine.state import EngineConfig
 from models.config import ModelConfig
-from models.kv_cache import init_cache, kv_bytes_per_token, num_pages_for
+from models.kv_cache import init_cache, num_pages_for, page_bytes
 from models.model import ModelParams, cache_specs
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from pallas_kernels.paged_attention.layout import default_page_size
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class EngineArgs:
     max_model_len           prompt and output tokens of one request; None: the model's, 4096 at most
     num_pages               pages of the cache; None: what `max_num_seqs` full requests need, or
                             `gpu_memory_utilization` of the device's free memory if that is less
+    page_size               positions of a page; None: 64 on a TPU, else 16
     max_num_batched_tokens  prompt tokens computed per round
     max_logprobs            best log-probabilities a request may ask for per token
     scheduling_policy       continuous, or static (admit only when nothing runs)
@@ -36,21 +40,21 @@ class EngineArgs:
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     max_num_batched_tokens: int = 256
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
     scheduling_policy: str = "continuous"
-    steps_per_dispatch: int = 4
+    steps_per_dispatch: int = 8
     overlap: bool = True
     attention_impl: str = "auto"
     record: str | Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "steps_per_dispatch"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "steps_per_dispatch"):
             _whole(name, getattr(self, name))
         _whole("max_logprobs", self.max_logprobs, least=0)
-        for name in ("max_model_len", "num_pages"):
+        for name in ("max_model_len", "num_pages", "page_size"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
         if self.attention_impl not in ("auto", *IMPLEMENTATIONS):
@@ -69,11 +73,13 @@ class EngineArgs:
                 f"max_model_len must be in 1 .. {network.max_position} (the model's limit), got "
                 f"{max_model_len}"
             )
+        chip = attached_chip()
+        page_size = self.page_size or default_page_size(chip)
         return engine_config(
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
-            num_pages=_num_pages(self, cache_specs(network), dtype, max_model_len),
-            page_size=self.page_size,
+            num_pages=_num_pages(self, cache_specs(network), page_size, dtype, chip, max_model_len),
+            page_size=page_size,
             token_budget=self.max_num_batched_tokens,
             max_rounds=self.steps_per_dispatch,
             enable_prefix_caching=self.enable_prefix_caching,
@@ -111,23 +117,29 @@ def network_engine(
     attention_impl: str = "auto",
     **options: Any,
 ) -> Engine:
-    """An engine that runs a network; `options` are those of `Engine`."""
+    """An engine that runs a network; `options` are those of `Engine`.
+
+    A warning tells if the attached chip has attention kernels that cannot take its calls.
+    """
     dtype = params.embed_VD.dtype
-    network = NetworkModel(config, limits, dtype, attention_impl, min_matmul_rows(dtype))
+    chip, reason = kernel_chip(config, engine_config, dtype, attached_chip(), attention_impl)
+    if reason is not None:
+        warnings.warn(f"attention runs as plain XLA operations: {reason}", stacklevel=2)
+    network = NetworkModel(config, limits, dtype, attention_impl, min_matmul_rows(dtype), chip)
     specs, pages = cache_specs(config), engine_config.num_pages
-    cache = init_cache(specs, pages, engine_config.page_size, dtype)
+    cache = init_cache(specs, pages, engine_config.page_size, dtype, chip)
     return Engine(engine_config, network, params, cache, limits, **options)
 
 
-def _num_pages(args: EngineArgs, specs, dtype, max_model_len: int) -> int:
+def _num_pages(args: EngineArgs, specs, page_size: int, dtype, chip, max_model_len: int) -> int:
     fraction = args.gpu_memory_utilization
-    most = num_pages_for(specs, args.page_size, dtype, free_memory_bytes(), fraction)
+    most = num_pages_for(specs, page_size, dtype, free_memory_bytes(), fraction, chip)
     if args.num_pages is None:
-        return min(args.max_num_seqs * -(-max_model_len // args.page_size) + 1, most)
+        return min(args.max_num_seqs * -(-max_model_len // page_size) + 1, most)
     if args.num_pages > most:
-        page_bytes = args.page_size * kv_bytes_per_token(specs, dtype)
+        each_bytes = page_bytes(specs, page_size, dtype, chip)
         raise ValueError(
-            f"num_pages {args.num_pages} of {page_bytes:,} bytes do not fit: {fraction:.0%} of the "
+            f"num_pages {args.num_pages} of {each_bytes:,} bytes do not fit: {fraction:.0%} of the "
             f"device's free memory holds {most}; use fewer pages or a smaller dtype"
         )
     return args.num_pages

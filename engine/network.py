@@ -3,7 +3,7 @@
 A token's state is its hidden state after the final norm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache, copy_pages
 from models.model import ModelParams, forward, unembed
 from pallas_kernels.chips import Chip
+from sharding.axes import HeadSplit
 
 SCORED_AT_ONCE = 32  # prompt tokens whose logits exist at the same time
 
@@ -25,7 +26,8 @@ SCORED_AT_ONCE = 32  # prompt tokens whose logits exist at the same time
 class NetworkModel:
     """`min_rows`: matmuls of fewer rows are padded to it (a bfloat16 matvec is slow on CPU).
 
-    `chip` is what the programs are compiled for and the cache is laid out for; None: the CPU.
+    `chip` is whose kernels the programs use and the cache is laid out for, see `kernel_choice`.
+    `head_split` is how attention runs on several devices, which changes no result: not in the repr.
     """
 
     config: ModelConfig
@@ -34,6 +36,7 @@ class NetworkModel:
     attention_impl: str = "auto"
     min_rows: int = 1
     chip: Chip | None = None
+    head_split: HeadSplit | None = field(default=None, repr=False)
 
     def copy_pages(self, cache: KVCache, from_R: jax.Array, to_R: jax.Array) -> KVCache:
         return copy_pages(cache, from_R, to_R)
@@ -52,6 +55,7 @@ class NetworkModel:
             self._padded(batch),
             attention_impl=self.attention_impl,
             chip=self.chip,
+            head_split=self.head_split,
         )
         hidden_TD = hidden_TD[: batch.slot_T.shape[0]]
         unsound_T = ~jnp.all(jnp.isfinite(hidden_TD), axis=-1)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import platformdirs
 
+from pallas_kernels.chips import Chip, chip_of_device
+
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -32,6 +34,12 @@ def _multiplies_bfloat16() -> bool:
         and cpuinfo.exists()
         and "avx512_bf16" in cpuinfo.read_text(encoding="utf-8", errors="replace")
     )
+
+
+def attached_chip() -> Chip | None:
+    """The attached accelerator; None on a CPU and where the chip table does not know the device,
+    which then runs plain XLA operations."""
+    return chip_of_device(jax.devices()[0].device_kind)
 
 
 def min_matmul_rows(dtype: jnp.dtype) -> int:

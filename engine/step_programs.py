@@ -2,7 +2,7 @@
 
 Each function takes a mesh with the axis `tensor` and returns the `Program` that the engine would
 run there: weights and cache are split by the tensor parallel rules, the engine's state is on every
-device. Nothing is allocated, whatever the sizes.
+device, kernels are those of the mesh's chip. Nothing is allocated, whatever the sizes.
 """
 
 from dataclasses import replace
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from engine.dispatch import Dispatch, make_inbox
 from engine.engine_args import engine_config
+from engine.kernel_choice import kernel_chip
 from engine.network import NetworkModel
 from engine.sampling_rows import SamplingLimits, empty_rows
 from engine.schedule import admit, allocate, commit, schedule
@@ -26,8 +27,9 @@ from models.kv_cache import cache_shardings, init_cache
 from models.model import cache_specs, declare
 from models.params import abstract, shardings
 from models.presets import preset
+from pallas_kernels.chips import Chip, chip_of_device
 from sharding.aot import Program
-from sharding.axes import TENSOR_PARALLEL, Rules
+from sharding.axes import TENSOR_PARALLEL, HeadSplit, Rules
 
 
 def scheduling_round(mesh: Mesh, **sizes: int) -> Program:
@@ -65,15 +67,28 @@ def network_step(
     """`advance` of a preset whose prefill pass is `width` tokens wide; `sizes` as `engine_config`.
 
     `num_layers` keeps only that many, for programs that compile sooner. The cache is donated and
-    watched.
+    watched. Notes tell why the chip's attention kernels are not used, if so.
     """
     network = preset(model)
     network = replace(network, layers=network.layers[:num_layers])
     config = replace(engine_config(**sizes), token_budget=width)
     limits = SamplingLimits(vocab_size=network.vocab_size)
-    step_model = NetworkModel(network, limits, jnp.dtype(dtype), attention_impl)
-    params = _abstract_params(network, mesh, dtype)
-    cache = _abstract_cache(network, config, mesh, dtype)
+    rules = rules_for(network, mesh.size)
+    split = HeadSplit(mesh, rules.get("kv_heads"))
+    attached = chip_of_device(mesh.devices.flat[0].device_kind)
+    chip, reason = kernel_chip(
+        network, config, jnp.dtype(dtype), attached, attention_impl, split.parts
+    )
+    step_model = NetworkModel(
+        network,
+        limits,
+        jnp.dtype(dtype),
+        attention_impl,
+        chip=chip,
+        head_split=split if mesh.size > 1 else None,
+    )
+    params = _abstract_params(network, mesh, rules, dtype)
+    cache = _abstract_cache(network, config, mesh, rules, dtype, chip)
     state = jax.eval_shape(
         lambda: init_state(config, jax.tree.map(jnp.asarray, empty_rows(config.num_slots, limits)))
     )
@@ -89,29 +104,42 @@ def network_step(
         parts={"parameters": params, "cache": cache},
         watched=cache,
         out_shardings=(cache_places, everywhere, everywhere),
+        notes=() if reason is None else (f"attention is plain XLA operations: {reason}",),
     )
 
 
 def rules_for(network: ModelConfig, num_devices: int) -> Rules:
-    """Tensor parallel rules for this model: an embedding whose rows do not divide stays whole.
+    """Tensor parallel rules for this model.
 
-    ValueError where heads or MLP columns do not divide.
+    An embedding whose rows do not divide stays whole, as do all heads where KV heads do not divide.
+    ValueError where MLP columns do not divide.
     """
+    whole = set()
     if network.vocab_size % num_devices:
-        return {axis: place for axis, place in TENSOR_PARALLEL.items() if axis != "vocab"}
-    return TENSOR_PARALLEL
+        whole.add("vocab")
+    if any(layer.mixer.num_kv_heads % num_devices for layer in network.layers):
+        whole |= {"heads", "kv_heads"}
+    return {axis: place for axis, place in TENSOR_PARALLEL.items() if axis not in whole}
 
 
-def _abstract_params(network: ModelConfig, mesh: Mesh, dtype: str) -> Any:
+def _abstract_params(network: ModelConfig, mesh: Mesh, rules: Rules, dtype: str) -> Any:
     declaration = declare(network)
-    places = shardings(declaration, mesh, rules_for(network, mesh.size))
+    places = shardings(declaration, mesh, rules)
     return jax.tree.map(_placed, abstract(declaration, dtype), places)
 
 
-def _abstract_cache(network: ModelConfig, config: EngineConfig, mesh: Mesh, dtype: str) -> Any:
+def _abstract_cache(
+    network: ModelConfig,
+    config: EngineConfig,
+    mesh: Mesh,
+    rules: Rules,
+    dtype: str,
+    chip: Chip | None,
+) -> Any:
+    parts = HeadSplit(mesh, rules.get("kv_heads")).parts
     make = partial(init_cache, cache_specs(network), config.num_pages, config.page_size)
-    cache = jax.eval_shape(partial(make, jnp.dtype(dtype)))
-    places = cache_shardings(cache, mesh, rules_for(network, mesh.size))
+    cache = jax.eval_shape(partial(make, jnp.dtype(dtype), chip, parts))
+    places = cache_shardings(cache, mesh, rules)
     return jax.tree.map(_placed, cache, places)
 
 

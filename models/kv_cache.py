@@ -7,6 +7,7 @@ The page layout itself belongs to the attention kernel (`pallas_kernels/paged_at
 Paging: Kwon et al. 2023 (PagedAttention).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from pallas_kernels.paged_attention.layout import (
     pages_shape,
     read_dense,
 )
-from sharding.axes import Rules, named_sharding
+from sharding.axes import HeadSplit, Rules, named_sharding
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class StepIndex:
     ropes: tuple[RopeSpec, ...] = struct.field(pytree_node=False)
     attention_impl: str = struct.field(pytree_node=False)
     chip: Chip | None = struct.field(pytree_node=False)
+    head_split: HeadSplit | None = struct.field(pytree_node=False)
 
     def rotation(self, rope: RopeSpec) -> tuple[jax.Array, jax.Array]:
         return self.rotations[self.ropes.index(rope)]
@@ -78,33 +80,59 @@ def kv_bytes_per_token(specs: CacheSpecs, dtype: Any) -> int:
     return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 
+def page_bytes(specs: CacheSpecs, page_size: int, dtype: Any, chip: Chip | None = None) -> int:
+    """Cache bytes of one page over all layers, as it is laid out for `chip`."""
+    values = sum(math.prod(pool_shape(spec, 2, page_size, chip)[1:]) for spec in specs)
+    return values * np.dtype(dtype).itemsize
+
+
 def num_pages_for(
-    specs: CacheSpecs, page_size: int, dtype: Any, memory_bytes: int, fraction: float = 0.9
+    specs: CacheSpecs,
+    page_size: int,
+    dtype: Any,
+    memory_bytes: int,
+    fraction: float = 0.9,
+    chip: Chip | None = None,
 ) -> int:
     """Pages (the trash page included) that fit in `fraction` of `memory_bytes`, at least 2."""
     if not 0 < fraction <= 1:
         raise ValueError(f"memory fraction must be in (0, 1], got {fraction}")
-    page_bytes = page_size * kv_bytes_per_token(specs, dtype)
-    pages = int(memory_bytes * fraction) // page_bytes
+    each_bytes = page_bytes(specs, page_size, dtype, chip)
+    pages = int(memory_bytes * fraction) // each_bytes
     if pages < 2:
         raise ValueError(
-            f"a cache needs 2 pages of {page_bytes:,} bytes (one is the trash page), but "
+            f"a cache needs 2 pages of {each_bytes:,} bytes (one is the trash page), but "
             f"{fraction:.0%} of {memory_bytes:,} bytes holds {pages}; use a smaller page size, "
             "a smaller dtype or more memory"
         )
     return pages
 
 
+def pool_shape(
+    spec: PagedKVSpec, num_pages: int, page_size: int, chip: Chip | None, parts: int = 1
+) -> tuple[int, ...]:
+    """One layer's pool for `chip`: those of `parts` devices, which split its heads, in a row."""
+    heads = spec.num_kv_heads // parts
+    pages, halves, rows, size, lanes = pages_shape(
+        num_pages, page_size, heads, spec.head_dim, lanes_of(chip)
+    )
+    return (pages, halves, parts * rows, size, lanes)
+
+
 def init_cache(
-    specs: CacheSpecs, num_pages: int, page_size: int, dtype: Any, chip: Chip | None = None
+    specs: CacheSpecs,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    chip: Chip | None = None,
+    parts: int = 1,
 ) -> KVCache:
-    """A zeroed cache of `num_pages` pages, the trash page included, laid out for `chip`."""
+    """A zeroed cache of `num_pages` pages, the trash page included, laid out for `chip`.
 
-    def pool(spec: PagedKVSpec) -> jax.Array:
-        heads = (spec.num_kv_heads, spec.head_dim)
-        return jnp.zeros(pages_shape(num_pages, page_size, *heads, lanes_of(chip)), dtype)
-
-    return KVCache(layers=tuple(pool(spec) for spec in specs))
+    `parts` is the number of devices that the heads are split over.
+    """
+    shapes = [pool_shape(spec, num_pages, page_size, chip, parts) for spec in specs]
+    return KVCache(layers=tuple(jnp.zeros(shape, dtype) for shape in shapes))
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh, rules: Rules) -> KVCache:
@@ -118,6 +146,7 @@ def step_index(
     batch: RaggedBatch,
     attention_impl: str,
     chip: Chip | None = None,
+    head_split: HeadSplit | None = None,
 ) -> StepIndex:
     page_size = page_size_of(cache.layers[0])
     num_slots = batch.q_len_S.shape[0]
@@ -137,6 +166,7 @@ def step_index(
         ropes=ropes,
         attention_impl=attention_impl,
         chip=chip,
+        head_split=head_split,
     )
 
 

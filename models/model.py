@@ -21,6 +21,7 @@ from models.mlp import MlpParams, apply_mlp, declare_mlp
 from models.norms import NormParams, apply_norm, declare_norm
 from models.params import Param
 from pallas_kernels.chips import Chip
+from sharding.axes import HeadSplit
 
 
 @struct.dataclass
@@ -87,13 +88,15 @@ def forward(
     *,
     attention_impl: str = "auto",
     chip: Chip | None = None,
+    head_split: HeadSplit | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Hidden states after the final norm, [T, D] in the weights' dtype, and the grown cache.
 
     `chip` is what the pass is compiled for and the cache is laid out for; None: the host's CPU.
+    `head_split` is how attention runs on several devices; None: on one.
     Rows of padding hold finite values that mean nothing.
     """
-    step = step_index(config, cache, batch, attention_impl, chip)
+    step = step_index(config, cache, batch, attention_impl, chip, head_split)
     x_TD = params.embed_VD.at[batch.tokens_T].get(mode="clip")
     if config.embedding_scale is not None:
         # The reference rounds the factor to the activations' dtype before it multiplies.

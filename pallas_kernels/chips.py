@@ -30,6 +30,7 @@ class Chip:
     clock_hz        of the cores: boost clock on GPUs; on TPUs inferred from the peak rate, with two
                     multiply-adds per cell and cycle in the 256 x 256 matrix units
     matmul_dtypes   operand dtypes that the matrix units take without a cast
+    device_kinds    what jax calls a device of this chip [jax] [xla]
     vmem_bytes, smem_bytes   vector and scalar memory of one TensorCore
     shared_memory_bytes      most that one block can ask for, of the SM's `shared_memory_sm_bytes`
     compute_capability       of a GPU, (major, minor)
@@ -46,6 +47,7 @@ class Chip:
     link_bytes_per_s: float
     clock_hz: float
     matmul_dtypes: tuple[str, ...]
+    device_kinds: tuple[str, ...]
     devices: int = 1
     vmem_bytes: int | None = None
     smem_bytes: int | None = None
@@ -89,6 +91,7 @@ _CHIPS = (
         link_bytes_per_s=540e9,  # [book] 6 links of 90e9 both ways
         clock_hz=1.05e9,  # [calc] 275e12 / (2 cores x 4 MXUs x 128 x 128 x 2)
         matmul_dtypes=("bfloat16",),  # [jax]; int8 only as the right operand of a bfloat16 one
+        device_kinds=("TPU v4",),
         vmem_bytes=16 * MIB,  # [jax]
         smem_bytes=1 * MIB,  # [jax]
     ),
@@ -104,6 +107,7 @@ _CHIPS = (
         link_bytes_per_s=400e9,  # [cloud]
         clock_hz=1.5e9,  # [calc] 197e12 / (4 MXUs x 128 x 128 x 2)
         matmul_dtypes=_V5_DTYPES,
+        device_kinds=("TPU v5 lite", "TPU v5e"),
         vmem_bytes=128 * MIB,  # [jax]
         smem_bytes=1 * MIB,  # [jax]
     ),
@@ -119,6 +123,7 @@ _CHIPS = (
         link_bytes_per_s=1200e9,  # [cloud]
         clock_hz=1.75e9,  # [calc] 459e12 / (2 cores x 4 MXUs x 128 x 128 x 2)
         matmul_dtypes=_V5_DTYPES,
+        device_kinds=("TPU v5", "TPU v5p"),
         vmem_bytes=64 * MIB,  # [jax]
         smem_bytes=1 * MIB,  # [jax]
     ),
@@ -134,6 +139,7 @@ _CHIPS = (
         link_bytes_per_s=800e9,  # [cloud]
         clock_hz=1.75e9,  # [calc] 918e12 / (2 MXUs x 256 x 256 x 4), see clock_hz above
         matmul_dtypes=_V5_DTYPES,
+        device_kinds=("TPU v6 lite", "TPU v6e"),
         vmem_bytes=128 * MIB,  # [jax]
         smem_bytes=1 * MIB,  # [jax]
     ),
@@ -150,6 +156,7 @@ _CHIPS = (
         link_bytes_per_s=1200e9,  # [cloud]
         clock_hz=2.2e9,  # [calc] 2307e12 / (2 cores x 2 MXUs x 256 x 256 x 4)
         matmul_dtypes=("bfloat16", "float8_e4m3fn", "float8_e5m2"),  # [jax]
+        device_kinds=("TPU7x",),
         vmem_bytes=64 * MIB,  # [jax]
         smem_bytes=1 * MIB,  # [jax]
     ),
@@ -165,6 +172,7 @@ _CHIPS = (
         link_bytes_per_s=600e9,  # [nvidia] NVLink 3
         clock_hz=1.41e9,  # [xla]
         matmul_dtypes=("bfloat16", "float16", "int8", "int4"),  # [nvidia]
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
         shared_memory_bytes=166_912,  # [xla]
         shared_memory_sm_bytes=167_936,  # [xla]
         l2_bytes=40 * MIB,  # [xla]
@@ -182,6 +190,7 @@ _CHIPS = (
         link_bytes_per_s=64e9,  # [nvidia] PCIe 4 x16
         clock_hz=2.04e9,  # [nvidia]
         matmul_dtypes=("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int4"),
+        device_kinds=("NVIDIA L4",),
         shared_memory_bytes=99 * KIB,  # [cuda] 8.9
         shared_memory_sm_bytes=100 * KIB,  # [cuda] 8.9
         l2_bytes=48 * MIB,  # [nvidia]
@@ -199,6 +208,7 @@ _CHIPS = (
         link_bytes_per_s=900e9,  # [nvidia] NVLink 4
         clock_hz=1.98e9,  # [xla]
         matmul_dtypes=_HOPPER_DTYPES,  # [nvidia]
+        device_kinds=("NVIDIA H100 80GB HBM3",),
         shared_memory_bytes=232_448,  # [xla]
         shared_memory_sm_bytes=233_472,  # [xla]
         l2_bytes=50 * MIB,  # [xla]
@@ -216,6 +226,7 @@ _CHIPS = (
         link_bytes_per_s=900e9,  # [nvidia] NVLink 4
         clock_hz=1.98e9,  # [xla]
         matmul_dtypes=_HOPPER_DTYPES,  # [nvidia]
+        device_kinds=("NVIDIA H200",),
         shared_memory_bytes=232_448,  # [xla]
         shared_memory_sm_bytes=233_472,  # [xla]
         l2_bytes=50 * MIB,  # [xla]
@@ -233,6 +244,7 @@ _CHIPS = (
         link_bytes_per_s=1800e9,  # [nvidia] NVLink 5
         clock_hz=1.965e9,  # [xla]
         matmul_dtypes=(*_HOPPER_DTYPES, "float4_e2m1fn"),  # [nvidia]
+        device_kinds=("NVIDIA B200",),
         shared_memory_bytes=232_448,  # [xla]
         shared_memory_sm_bytes=233_472,  # [xla]
         l2_bytes=132_644_864,  # [xla]
@@ -241,6 +253,11 @@ _CHIPS = (
 )
 
 CHIPS: dict[str, Chip] = {c.name: c for c in _CHIPS}
+
+
+def chip_of_device(device_kind: str) -> Chip | None:
+    """The chip that jax calls so; None for any other, the host's CPU among them."""
+    return next((c for c in _CHIPS if device_kind in c.device_kinds), None)
 
 
 def chip(name: str) -> Chip:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 
 from engine.cli import run
 from models.presets import preset
+from pallas_kernels.paged_attention.layout import default_page_size
 from sharding.aot import Compiled, compile_for
 from sharding.targets import Target, parse_target
 
@@ -27,7 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="rows that run at once")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each row at most")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=int, help="default: 64 on a TPU, else 16")
     parser.add_argument("--token-budget", type=int, default=512, help="width of the mixed program")
     parser.add_argument("--kernels", action="store_true", help="per-kernel facts too (slow on TPU)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -119,6 +120,8 @@ def print_table(args: argparse.Namespace, target: Target, programs: dict[str, Co
         padded = (cell.rjust(width) for cell, width in zip(cells, rest, strict=True))
         print(f"{label:<{first}}  " + "  ".join(padded))
     for name, program in programs.items():
+        for note in program.notes:
+            print(f"\n{name} program: {note}")
         if program.error:
             print(f"\nthe compiler refused the {name} program:\n{program.error[:1500]}")
         print_kernels(args, name, program, target)
@@ -144,6 +147,8 @@ def check(args: argparse.Namespace) -> Target:
         raise ValueError(
             f"--context must be in 1 .. {limit} (the model's limit), got {args.context}"
         )
+    if args.page_size is None:
+        args.page_size = default_page_size(target.chip)
     for name in ("batch", "page_size", "token_budget"):
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")

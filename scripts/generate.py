@@ -63,7 +63,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the chat template")
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=int, help="default: 64 on a TPU, else 16")
     parser.add_argument("--num-pages", type=int, help="pages in the cache (default: as needed)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--record", help="write a record of the run here, for scripts/replay.py")

@@ -79,7 +79,12 @@ def _compile(request: Request, program: Program, mesh: Mesh, log: Path) -> Compi
     start = time.perf_counter()
     target = request.target
     parts = {name: _device_bytes(tree) for name, tree in program.parts.items()}
-    about = {"target": target.name, "num_devices": mesh.size, "part_bytes": parts}
+    about = {
+        "target": target.name,
+        "num_devices": mesh.size,
+        "part_bytes": parts,
+        "notes": program.notes,
+    }
     jitted = jax.jit(
         program.fn, donate_argnums=program.donate_argnums, out_shardings=program.out_shardings
     )

@@ -5,8 +5,10 @@ the result is a `PartitionSpec`. Nothing is split wrongly in silence: a mesh axi
 array, or a size that does not divide, is an error that names the axis and both numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Mapping[str, str]
@@ -51,3 +53,38 @@ def named_sharding(
     axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules
 ) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(axes, shape, mesh, rules))
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Attention on the devices of a mesh, whose `axis` splits the heads; None: all have all heads.
+
+    Compilers do not partition kernels, and copy what they would have to: what works on heads is
+    written for one device's share and runs once per device.
+    """
+
+    mesh: Mesh
+    axis: str | None
+
+    @property
+    def parts(self) -> int:
+        return self.mesh.shape[self.axis] if self.axis else 1
+
+    def per_device(
+        self, fn: Callable, head_axes: Sequence[int | None], out_head_axes: Sequence[int | None]
+    ) -> Callable:
+        """`fn` on each device's heads. `head_axes` tells for each argument which of its axes counts
+        heads; None: every device has all of it."""
+
+        def spec(head_axis: int | None) -> PartitionSpec:
+            if head_axis is None or self.axis is None:
+                return PartitionSpec()
+            return PartitionSpec(*(None,) * head_axis, self.axis)
+
+        return jax.shard_map(
+            fn,
+            mesh=self.mesh,
+            in_specs=tuple(map(spec, head_axes)),
+            out_specs=tuple(map(spec, out_head_axes)),
+            check_vma=False,
+        )

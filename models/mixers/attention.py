@@ -5,6 +5,8 @@ projection. Keys are cached rotated, so a page can be shared by every request th
 tokens at the same positions.
 """
 
+from functools import partial
+
 import jax
 from flax import struct
 
@@ -16,6 +18,9 @@ from models.norms import NormParams, apply_norm, declare_norm
 from models.params import Param
 from models.rope import apply_rope
 from pallas_kernels.paged_attention import ragged_paged_attention
+
+# Which axis counts heads, of the arguments of `_append_and_attend` after the spec.
+HEAD_AXES = (1, 1, 1, 0, 2, None)
 
 
 @struct.dataclass
@@ -78,6 +83,24 @@ def apply_attention(
         cos_TR, sin_TR = step.rotation(spec.rope)
         q_TNH = apply_rope(q_TNH, cos_TR, sin_TR)
         k_TKH = apply_rope(k_TKH, cos_TR, sin_TR)
+    run = partial(_append_and_attend, spec)
+    if step.head_split is not None:
+        run = step.head_split.per_device(run, HEAD_AXES, (1, 2))
+    o_TNH, kv_pages = run(q_TNH, k_TKH, v_TKH, params.sinks_N, kv_pages, step)
+    out_TD = with_bias(contract("TNH,DNH->TD", o_TNH, params.wo_DNH), params.bo_D)
+    return out_TD, kv_pages
+
+
+def _append_and_attend(
+    spec: AttentionSpec,
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    sinks_N: jax.Array | None,
+    kv_pages: jax.Array,
+    step: StepIndex,
+) -> tuple[jax.Array, jax.Array]:
+    """(o_TNH, kv_pages) of the heads that are given, which may be one device's share."""
     kv_pages = append(kv_pages, k_TKH, v_TKH, step)
     batch = step.batch
     o_TNH = ragged_paged_attention(
@@ -91,9 +114,8 @@ def apply_attention(
         max_q_len=batch.max_q_len,
         window=spec.window,
         softcap=spec.softcap,
-        sinks_N=params.sinks_N,
+        sinks_N=sinks_N,
         impl=step.attention_impl,
         chip=step.chip,
     )
-    out_TD = with_bias(contract("TNH,DNH->TD", o_TNH, params.wo_DNH), params.bo_D)
-    return out_TD, kv_pages
+    return o_TNH, kv_pages

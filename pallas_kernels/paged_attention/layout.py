@@ -35,6 +35,12 @@ def lanes_of(chip: Chip | None) -> int:
     return TPU_LANES if chip is not None and chip.kind == "tpu" else 1
 
 
+def default_page_size(chip: Chip | None) -> int:
+    """Positions of a page where nobody says otherwise: a TPU starts a copy per page, which takes as
+    long however small the page, and its 8-bit registers hold 32 positions."""
+    return 64 if chip is not None and chip.kind == "tpu" else 16
+
+
 def pages_shape(
     num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, lanes: int = 1
 ) -> tuple[int, int, int, int, int]:
