@@ -57,6 +57,10 @@ def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
     if spec.kv_dtype.startswith("float8") and chip.compute_capability < FLOAT8_FROM:
         have, need = (".".join(map(str, c)) for c in (chip.compute_capability, FLOAT8_FROM))
         return f"pages are {spec.kv_dtype}: needs compute capability {need}, {chip.name} has {have}"
+    # Pallas' Triton backend counts values in 32 bits, signed, up to 2^32 bytes.
+    values = spec.num_pages * spec.page_bytes // jnp.dtype(spec.kv_dtype).itemsize
+    if values > 1 << 31 and spec.num_pages * spec.page_bytes <= 1 << 32:
+        return f"{spec.num_pages:,} pages of a layer hold {values:,} values: must be up to 2^31"
     needed = max(shared_bytes(spec, each) for each in default_sizes(spec, chip))
     if needed > chip.shared_memory_bytes:
         return f"needs {needed:,} bytes of shared memory: {chip.shared_memory_bytes:,} are there"

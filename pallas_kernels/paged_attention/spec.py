@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.layout import num_kv_heads_of
 class KernelSpec:
     """Static facts on which an implementation decides whether it can take the call.
 
-    page_parts, page_rows, page_lanes   axes 1, 2 and 4 of the page pool, see `layout`
+    num_pages, page_parts, page_rows, page_lanes   axes 0, 1, 2 and 4 of the page pool, see `layout`
     kv_scales               pages hold multiples of a scale per KV head
     q_dtype, kv_dtype       names of dtypes
     """
@@ -26,6 +26,7 @@ class KernelSpec:
     num_kv_heads: int
     head_dim: int
     page_size: int
+    num_pages: int
     page_parts: int
     page_rows: int
     page_lanes: int
@@ -93,7 +94,7 @@ def check(
     num_rows, num_heads, head_dim = q_TNH.shape
     _require("kv_pages", kv_pages, (None,) * 5, jnp.number)
     num_kv_heads = num_kv_heads_of(kv_pages.shape, head_dim)
-    _, page_parts, page_rows, page_size, page_lanes = kv_pages.shape
+    num_pages, page_parts, page_rows, page_size, page_lanes = kv_pages.shape
     if kv_scale_2K is not None:
         _require("kv_scale_2K", kv_scale_2K, (2, num_kv_heads), jnp.floating)
     elif not jnp.issubdtype(kv_pages.dtype, jnp.floating):
@@ -124,6 +125,7 @@ def check(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
+        num_pages=num_pages,
         page_parts=page_parts,
         page_rows=page_rows,
         page_lanes=page_lanes,

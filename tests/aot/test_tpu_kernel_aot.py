@@ -49,6 +49,7 @@ def spec_of(heads, page_size, kv_dtype):
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
+        num_pages=2,
         page_parts=shape[1],
         page_rows=shape[2],
         page_lanes=shape[4],

@@ -29,6 +29,11 @@ HEADS = [(32, 8, 128), (9, 3, 64), (32, 32, 96), (32, 8, 80), (8, 4, 256), (71, 
         ("h100", {"q_dtype": "float64"}, "queries are float64: must be one of"),
         ("h100", {"kv_dtype": "uint8"}, "pages are uint8: must be one of"),
         ("a100", {"kv_dtype": "float8_e4m3fn"}, "needs compute capability 8.9, a100 has 8.0"),
+        (
+            "h100",
+            {"kv_dtype": "int8", "num_pages": 70_000},
+            "hold 2,293,760,000 values: must be up",
+        ),
         ("v6e", {}, "needs an NVIDIA GPU, the call is for v6e"),
     ],
 )
@@ -51,6 +56,7 @@ def test_fallback_and_its_reason():
     wide = gpu_spec(heads=(16, 1, 576))
     assert choose(wide, chip("h100")) == "xla"
     assert "head width 576" in refusals(wide, chip("h100"))["gpu_triton"]
+    assert choose(gpu_spec(num_pages=70_000), chip("h100")) == "gpu_triton"
     assert choose(gpu_spec(kv_dtype="float8_e5m2"), chip("a100")) == "xla"
     assert choose(gpu_spec(kv_dtype="float8_e5m2"), chip("h200")) == "gpu_triton"
 
