@@ -17,8 +17,15 @@ from dataclasses import dataclass
 
 from engine.dispatch import Choice, Fork
 from engine.engine import Engine
+from engine.interrupts import interrupts_held_back
 from engine.logprobs import NO_TOKEN, Logprobs
-from engine.sampling_params import SamplingParams, check_flag, check_integer, check_number
+from engine.sampling_params import (
+    SamplingParams,
+    check_flag,
+    check_integer,
+    check_number,
+    plain_integers,
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class BeamSearchParams:
         check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         check_number("temperature", self.temperature, 0.0, 0.0, "beam search draws nothing")
         check_number("length_penalty", self.length_penalty, -10.0, 10.0, "0 is off")
+        plain_integers(self)
 
 
 @dataclass
@@ -203,8 +211,9 @@ def run(
             while waiting and costs[waiting[0]] <= free_pages and params.beam_width <= free_rows:
                 i = waiting.pop(0)
                 ids, salt = prompts[i]
-                choices = engine.add_request(request_id(), ids, sampling, salt=salt)
-                running[i] = Search(engine, choices, params)
+                with interrupts_held_back():
+                    choices = engine.add_request(request_id(), ids, sampling, salt=salt)
+                    running[i] = Search(engine, choices, params)
                 free_pages, free_rows = free_pages - costs[i], free_rows - params.beam_width
             engine.step(lockstep=True)
             for i, search in list(running.items()):

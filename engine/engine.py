@@ -7,12 +7,14 @@ Programs differ in their token budget alone: a shorter one when few prompt token
 else. Each can go on from any state, so no request mix ever needs another.
 """
 
+import operator
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -94,7 +96,7 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use; give each request its own")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {params!r}")
-        prompt_ids = list(prompt_ids)
+        prompt_ids = [operator.index(token) for token in prompt_ids]
         max_len = self.check(prompt_ids, params, priority=priority, salt=salt)
         stop_ids = stop_ids_of(
             params, self.eos_token_ids, self.limits.vocab_size, self.config.max_stop_ids
@@ -140,11 +142,12 @@ class Engine:
 
     def end(self, choice: Choice, reason: str) -> None:
         """End one unfinished choice from outside: an abort, or a stop string in its text."""
-        if self._out.pop(choice.uid, None) is None:
-            self._queue.remove(choice)
-        else:
-            self._aborts.append(choice.uid)
-        self._close(choice, reason)
+        with interrupts_held_back():
+            if self._out.pop(choice.uid, None) is None:
+                self._queue.remove(choice)
+            else:
+                self._aborts.append(choice.uid)
+            self._close(choice, reason)
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Let choices go on from one another's histories at the next dispatch.
@@ -184,7 +187,8 @@ class Engine:
     ) -> int:
         """Tokens a request may reach; ValueError if it can never run."""
         for name, value, low in (("priority", priority, -(2**31)), ("cache_salt", salt, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not whole or not low <= value < 2**31:
                 raise ValueError(f"{name} must be an integer in {low} .. 2**31-1, got {value!r}")
         config, length = self.config, len(prompt_ids)
         if not prompt_ids:
@@ -220,10 +224,10 @@ class Engine:
         if lockstep:
             news = []
             while self._in_flight:
-                news += self._collect(self._in_flight.popleft())
+                news += self._collect_oldest()
             return news
         due = len(self._in_flight) > (1 if self.overlap and self._out else 0)
-        return self._collect(self._in_flight.popleft()) if due else []
+        return self._collect_oldest() if due else []
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -305,6 +309,11 @@ class Engine:
             self._out[choice.uid] = choice
             chosen.append(choice)
         return chosen
+
+    def _collect_oldest(self) -> list[Update]:
+        jax.block_until_ready(self._in_flight[0].emitted)  # waiting may be interrupted
+        with interrupts_held_back():
+            return self._collect(self._in_flight.popleft())
 
     def _collect(self, sent: Sent) -> list[Update]:
         emitted = sent.emitted
@@ -394,3 +403,4 @@ class Engine:
         self._queue = deque(choices[uid] for uid in snapshot.queue)
         self._out = {uid: choices[uid] for uid in snapshot.out}
         self._aborts, self._next_uid = list(snapshot.aborts), snapshot.next_uid
+        self._forks = []  # of a search that was left

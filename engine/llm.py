@@ -1,7 +1,7 @@
 """`LLM`: the front door. A model by name, prompts in, texts out, one engine underneath."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,8 @@ class LLM:
         Yields like `stream`, for all requests that were out; the first news of each choice brings
         its text from the beginning.
         """
+        if self._open:
+            raise ValueError("outputs of a stream are still to be read; read or close it first")
         choices, note = checkpoint.load(self.engine, path)
         self._next_request = note["next_request"]
         self._open = {
@@ -191,11 +193,16 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence):
+            raise TypeError(
+                f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}"
+            )
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; give one for "
                 "all or one each"
             )
+        priority = None if priority is None else list(priority)
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(priority)} priorities")
         requests: dict[str, RequestText] = {}
@@ -257,10 +264,7 @@ class LLM:
             salt = prompt.get("cache_salt", 0)
             prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
         if not isinstance(prompt, str):
-            try:
-                return None, [operator.index(token) for token in prompt], salt
-            except TypeError as error:
-                raise ValueError(f"token ids must be a list of integers: {error}") from error
+            return None, _token_ids(prompt), salt
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer; give token ids")
         return prompt, self.tokenizer.encode(prompt), salt
@@ -316,9 +320,19 @@ class Stream(Iterator):
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
     prompts = list(prompts)
     if prompts and all(isinstance(p, Integral) for p in prompts):
         return [prompts]
     return prompts
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        ids = list(prompt)
+        if isinstance(prompt, bytes | Set) or any(isinstance(token, bool) for token in ids):
+            raise TypeError(f"got {prompt!r:.80}")
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise ValueError(f"token ids must be a list of integers: {error}") from error

@@ -73,6 +73,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_lengths()
         self._check_flags()
+        plain_integers(self)
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -161,6 +162,13 @@ def check_number(
         raise ValueError(f"{name} must be {limit}, got {value}; {fix}")
 
 
+def plain_integers(params: object) -> None:
+    """Make Python's integers of the numpy ones in a dataclass: small ones overflow in sums."""
+    for name, value in vars(params).items():
+        if isinstance(value, Integral) and not isinstance(value, bool):
+            object.__setattr__(params, name, int(value))
+
+
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -178,7 +186,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 def _ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
     for token in value:
         check_integer(f"a token id of {name}", token, 0, MAX_TOKEN_ID, "use ids of the vocabulary")

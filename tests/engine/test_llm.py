@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from engine.beam_search import BeamSearchParams
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from models.batch import ragged_batch
@@ -313,6 +314,12 @@ def test_no_program_copies_the_cache(num_seqs):
         (["text"], "need a tokenizer"),
         ([[1.5]], "token ids must be a list of integers"),
         ([["1"]], "token ids must be a list of integers"),
+        ([b"text"], "token ids must be a list of integers: got b'text'"),
+        (b"text", "token ids must be a list of integers: got b'text'"),
+        ([[True, False]], "token ids must be a list of integers: got .True"),
+        ([{1, 2}], "token ids must be a list of integers: got {1"),
+        (5, "prompt 0: token ids must be a list of integers"),
+        (None, "prompt 0: token ids must be a list of integers"),
         ([{"prompt_token_ids": [1], "lora": 3}], "lora"),
         ([{"prompt_token_ids": [1], "cache_salt": -1}], "cache_salt"),
     ],
@@ -341,6 +348,9 @@ def test_unsupported_and_unknown_settings_are_refused():
     llm = shared_llm()
     with pytest.raises(ValueError, match="2 prompts but 1 sampling_params"):
         llm.generate([[1], [2]], [greedy(2)], use_tqdm=False)
+    for wrong in (5, iter([greedy(2)]), BeamSearchParams(1, 1)):
+        with pytest.raises(TypeError, match="sampling_params must be SamplingParams or a list"):
+            llm.generate([[1]], wrong, use_tqdm=False)
     with pytest.raises(TypeError, match="tensor_parallel"):
         fresh_llm(tensor_parallel=2)
     with pytest.raises(TypeError):
@@ -394,6 +404,17 @@ def test_token_ids_may_be_numpy():
     llm = shared_llm()
     prompt = np.array(PROMPTS[3])
     assert ask(llm, prompt, greedy(4)) == ask(llm, [prompt], greedy(4)) == expected([PROMPTS[3]], 4)
+
+
+def test_settings_may_be_numpy_and_small():
+    llm, prompt = shared_llm(), PROMPTS[6]
+    small = greedy(np.uint8(250), truncate_prompt_tokens=np.uint8(5))
+    assert ask(llm, [prompt], small) == expected([prompt[-5:]], MAX_LEN - 5)
+    priority = np.array([1, 0])
+    both = llm.generate([prompt, prompt], greedy(2), priority=priority, use_tqdm=False)
+    assert tokens_of(both) == expected([prompt, prompt], 2)
+    (found,) = llm.beam_search([prompt], BeamSearchParams(np.int8(1), np.int8(100)))
+    assert len(found.sequences[0].tokens) == MAX_LEN
 
 
 def test_more_pages_than_memory_are_refused():
