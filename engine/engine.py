@@ -10,6 +10,7 @@ else. Each can go on from any state, so no request mix ever needs another.
 import operator
 import secrets
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -127,7 +128,8 @@ class Engine:
         # Filled here so that a setting that cannot be carried out is refused before it is queued.
         fill_row(empty_rows(1, self.limits), 0, params, choices[0].facts, self.limits)
         self._requests[request_id] = choices
-        self._queue.extend(choices)
+        for choice in choices:
+            insort(self._queue, choice, key=lambda c: (c.priority, c.uid))
         return choices
 
     def abort(self, request_id: str) -> list[Choice]:

@@ -57,6 +57,15 @@ class EngineArgs:
         for name in ("max_model_len", "num_pages", "page_size"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
+        for name in ("enable_prefix_caching", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.gpu_memory_utilization, int | float):
+            raise TypeError(
+                f"gpu_memory_utilization must be a number, got {self.gpu_memory_utilization!r}"
+            )
+        if self.record is not None and not isinstance(self.record, str | Path):
+            raise TypeError(f"record must be a path, got {self.record!r}")
         if self.attention_impl not in ("auto", *IMPLEMENTATIONS):
             raise ValueError(
                 f"unknown attention_impl {self.attention_impl!r}; use auto, "

@@ -262,7 +262,9 @@ class LLM:
                     f"got {', '.join(map(str, prompt))}"
                 )
             salt = prompt.get("cache_salt", 0)
-            prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+            if "prompt_token_ids" in prompt:
+                return None, _token_ids(prompt["prompt_token_ids"]), salt
+            prompt = prompt["prompt"]
         if not isinstance(prompt, str):
             return None, _token_ids(prompt), salt
         if self.tokenizer is None:

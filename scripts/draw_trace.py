@@ -6,10 +6,15 @@ pool and who holds it. The rounds come from the scheduler itself, run again over
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from itertools import groupby
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    print('drawing needs matplotlib: pip install "pallasite[plots]"', file=sys.stderr)
+    sys.exit(2)
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -421,3 +421,31 @@ def test_more_pages_than_memory_are_refused():
     page_bytes = 4 * kv_bytes_per_token(cache_specs(CONFIG), jnp.float32)
     with pytest.raises(ValueError, match=rf"num_pages {10**9} of {page_bytes:,} bytes do not fit"):
         fresh_llm(num_pages=10**9)
+
+
+def test_the_queue_on_the_host_goes_by_priority():
+    """One row and two slots: the rest waits on the host, where arrival alone does not decide."""
+    llm = fresh_llm(max_num_seqs=1)
+    outputs = llm.generate([[3, 4]] * 6, greedy(3), priority=[5, 5, 5, 5, 5, 0], use_tqdm=False)
+    started = [output.times.first_token_s for output in outputs]
+    assert min(started) == started[5]
+    assert started[:5] == sorted(started[:5])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("enable_prefix_caching", "no"),
+        ("overlap", 1),
+        ("gpu_memory_utilization", "0.9"),
+        ("record", 5),
+    ],
+)
+def test_engine_settings_of_the_wrong_type_are_refused(setting, value):
+    with pytest.raises(TypeError, match=f"{setting} must be .*{value!r}"):
+        fresh_llm(**{setting: value})
+
+
+def test_token_ids_of_a_mapping_are_never_text():
+    with pytest.raises(ValueError, match="token ids must be a list of integers"):
+        shared_llm().generate({"prompt_token_ids": "ab"}, greedy(2), use_tqdm=False)
