@@ -50,19 +50,32 @@ def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
     return blocks + 4 * sizes.rows * (lanes_of(spec) + sizes.keys)
 
 
-def _wide(spec: KernelSpec) -> bool:
-    """Whether a block of 64 keys or 128 rows would take too many registers."""
-    return lanes_of(spec) > 128 or "float32" in (spec.q_dtype, spec.kv_dtype)
-
-
-def _block(spec: KernelSpec, sizes: Sizes, budget_bytes: int) -> Sizes:
+def _block(spec: KernelSpec, sizes: Sizes, most_keys: int, budget_bytes: int) -> Sizes:
     """As many keys in flight as fit into the budget."""
-    for keys in (32, 16) if _wide(spec) else (64, 32, 16):
+    for keys in (64, 32, 16):
         for stages in (4, 3, 2):
             each = replace(sizes, keys=keys, stages=stages)
-            if shared_bytes(spec, each) <= budget_bytes:
+            if keys <= most_keys and shared_bytes(spec, each) <= budget_bytes:
                 return each
     return each
+
+
+def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
+    """The largest tile that takes at most a thread's registers and a program's shared memory."""
+    group = spec.num_heads // spec.num_kv_heads
+    if "float32" in (spec.q_dtype, spec.kv_dtype):
+        rows, keys, warps = FEWEST_ROWS, 32, 4  # products of single numbers, not of tiles
+    elif lanes_of(spec) > 128:
+        rows, keys, warps = 64, 32, 8
+    else:
+        # Hopper's tensor cores read both operands from shared memory, earlier ones from registers.
+        rows, keys, warps = 128, 64 if chip.compute_capability >= (9, 0) else 32, 8
+    while True:
+        sizes = Sizes(max(1, rows // group), rows, keys, warps=warps)
+        sizes = _block(spec, sizes, keys, chip.shared_memory_bytes)
+        if rows == FEWEST_ROWS or shared_bytes(spec, sizes) <= chip.shared_memory_bytes:
+            return sizes
+        rows, warps = rows // 2, max(4, warps // 2)
 
 
 def _parts(spec: KernelSpec, queries: int, chip: Chip) -> tuple[int, int]:
@@ -86,13 +99,6 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     row_tiles = math.ceil(queries * group / rows)
     programs = -(-2 * chip.cores // (spec.num_kv_heads * row_tiles))
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)
-    few = _block(spec, few, chip.shared_memory_sm_bytes // 2 - 1024)
-    if not chunks:
-        return (few,)
-    rows = 64 if _wide(spec) else 128
-    while True:
-        chunk = Sizes(max(1, rows // group), rows, 64, warps=max(4, rows // 16))
-        chunk = _block(spec, chunk, chip.shared_memory_bytes)
-        if rows == FEWEST_ROWS or shared_bytes(spec, chunk) <= chip.shared_memory_bytes:
-            return few, chunk
-        rows //= 2
+    most_keys = 32 if lanes_of(spec) > 128 or "float32" in (spec.q_dtype, spec.kv_dtype) else 64
+    few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - 1024)
+    return (few, _chunk(spec, chip)) if chunks else (few,)

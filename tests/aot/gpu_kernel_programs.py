@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as jax_paged_attention
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.chips import chip as chip_named
@@ -91,22 +90,6 @@ def attention(
         chip=chip_named(chip),
     )
     return Program(lambda *a: attend(*a[:-1], kv_scale_2K=a[-1]), (*call, scale_2K))
-
-
-def jax_decode(mesh: Mesh, *, slots: int = 64, columns: int = 512) -> Program:
-    """The same call with the kernel that comes with jax."""
-    num_heads, num_kv_heads, head_dim = LLAMA
-    pages = _array(mesh, (num_kv_heads, 4096, 16, head_dim), jnp.bfloat16)
-    return Program(
-        jax_paged_attention,
-        (
-            _array(mesh, (slots, num_heads, head_dim), jnp.bfloat16),
-            pages,
-            pages,
-            _array(mesh, (slots, columns), jnp.int32),
-            _array(mesh, (slots,), jnp.int32),
-        ),
-    )
 
 
 def layers(

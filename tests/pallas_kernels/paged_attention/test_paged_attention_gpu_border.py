@@ -32,7 +32,7 @@ HEADS = [(32, 8, 128), (9, 3, 64), (32, 32, 96), (32, 8, 80), (8, 4, 256), (71, 
         (
             "h100",
             {"kv_dtype": "int8", "num_pages": 70_000},
-            "hold 2,293,760,000 values: must be up",
+            "2,293,760,000 values: must be up to",
         ),
         ("v6e", {}, "needs an NVIDIA GPU, the call is for v6e"),
     ],
