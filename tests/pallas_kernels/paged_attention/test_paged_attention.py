@@ -12,7 +12,8 @@ from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, make
 from pallas_kernels.paged_attention.layout import pages_shape, write_pages
 from tests.pallas_kernels.paged_attention.attention_oracle import check, oracle
 
-IMPLS = sorted(IMPLEMENTATIONS.keys() - {"tpu"})  # that one runs interpreted in its own tests
+# The kernels of a chip run interpreted in their own tests.
+IMPLS = sorted(IMPLEMENTATIONS.keys() - {"tpu", "gpu_triton"})
 each_impl = pytest.mark.parametrize("impl", IMPLS)
 
 
