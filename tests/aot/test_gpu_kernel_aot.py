@@ -45,7 +45,7 @@ def test_named_cases_compile_without_spills(chip, dtype):
 def test_other_pages_compile_without_spills(chip, kv_dtype):
     q_dtype = "float32" if kv_dtype == "float32" else "bfloat16"
     kernels = ours(compiled("attention", chip, q_dtype=q_dtype, kv_dtype=kv_dtype))
-    assert [k.name for k in kernels] == ["attention", "combine"]
+    assert sorted(k.name for k in kernels) == ["attention", "combine"]
     assert all(k.spill_bytes == 0 for k in kernels)
 
 
