@@ -68,7 +68,7 @@ def _call(
     slot_array = jax.ShapeDtypeStruct((rows,), jnp.int32)
     return check(
         jax.ShapeDtypeStruct((num_tokens, heads, mixer.head_dim), dtype),
-        jax.ShapeDtypeStruct(pool_shape(cached, 2, config.page_size, chip), dtype),
+        jax.ShapeDtypeStruct(pool_shape(cached, config.num_pages, config.page_size, chip), dtype),
         jax.ShapeDtypeStruct((rows, config.pages_per_seq), jnp.int32),
         *(slot_array,) * 3,
         scale=mixer.scale,

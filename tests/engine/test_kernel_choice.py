@@ -41,7 +41,9 @@ def test_on_this_cpu_no_chip_is_attached_and_pages_hold_16():
 def test_a_tpu_uses_its_kernel_where_that_takes_every_call():
     for name in ("smollm2-135m", "llama-3.1-8b", "gemma-3-1b"):
         assert kernel_chip(preset(name), sizes(), jnp.bfloat16, V6E) == (V6E, None)
-    assert len(calls(SMOLLM2, sizes(), jnp.bfloat16, V6E)) == 2  # equal layers make equal calls
+    found = calls(SMOLLM2, sizes(), jnp.bfloat16, V6E)
+    assert len(found) == 2  # equal layers make equal calls
+    assert {spec.num_pages for spec in found} == {1025}
 
 
 def test_plain_xla_was_asked_for_or_is_the_fallback_with_its_reason():

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from pallas_kernels.paged_attention import spec as contract
+
 
 def oracle(inputs, *, scale, window=None, softcap=None):
     """o_TNH in float64; rows that no slot owns are 0."""
@@ -50,3 +52,11 @@ def check(got, inputs, expected):
     assert np.isfinite(got).all()
     excess = np.abs(got - expected) / tolerance(inputs, expected)
     assert excess.max() <= 1, f"error is {excess.max():.2f} tolerances"
+
+
+def excess(out_TNH, case, inputs, spec):
+    """Largest error in units of the tolerance; infinite if any number is not finite."""
+    expected = oracle(inputs, scale=case.scale, window=case.window, softcap=case.softcap)
+    absolute, relative = contract.tolerance(spec, int(np.max(inputs.kv_len_S)))
+    error = np.abs(out_TNH - expected) / (absolute + relative * np.abs(expected))
+    return np.where(np.isfinite(error), error, np.inf).max()

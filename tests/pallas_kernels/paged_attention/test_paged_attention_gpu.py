@@ -12,9 +12,9 @@ from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, make
 from pallas_kernels.paged_attention.gpu_triton_sizes import Sizes
 from pallas_kernels.paged_attention.layout import pages_shape
 from pallas_kernels.paged_attention.spec import tolerance
-from tests.pallas_kernels.paged_attention.attention_oracle import oracle
+from tests.pallas_kernels.paged_attention.attention_oracle import excess, oracle
+from tests.pallas_kernels.paged_attention.drawn import ROWS, SLOTS, drawn_inputs, lengths
 from tests.pallas_kernels.paged_attention.gpu_runs import attend, run, small_sizes
-from tests.pallas_kernels.paged_attention.tpu_runs import excess
 
 
 def name_of(value):
@@ -44,7 +44,6 @@ def test_named_case_narrow(case, dtype):
     assert np.linalg.norm(out_TNH - expected) / np.linalg.norm(expected) < 5e-3
 
 
-SLOTS, ROWS, LENGTH = 4, 24, 40
 # Page size, heads, KV heads, head width, window, softcap, sinks, sizes.
 SETTINGS = {
     "group_of_two": (4, 4, 2, 16, None, None, False, (Sizes(2, 16, 16, 3, 8, 2), Sizes(8, 16, 16))),
@@ -55,36 +54,11 @@ SETTINGS = {
 
 def drawn_excess(name, slots, seed=0):
     """Of a call of fixed shape for `slots`, a list of (q_len, kv_len)."""
-    page_size, heads, kv_heads, head_dim, window, softcap, sinks, sizes = SETTINGS[name]
-    q_lens, kv_lens = zip(*slots, strict=True)
-    case = Case(name, heads, kv_heads, head_dim, page_size, q_lens, kv_lens, window, softcap, sinks)
-    inputs = make_inputs(case, seed)
-    columns = -(-LENGTH // page_size) + 2
-    q_TNH, kv_pages, table_SM = (np.asarray(a) for a in inputs[:3])
-
-    def padded(a, size, value, axis=0):
-        widths = [(0, size - n if i == axis else 0) for i, n in enumerate(a.shape)]
-        return np.pad(a, widths, constant_values=value)
-
-    inputs = inputs._replace(
-        q_TNH=padded(q_TNH, ROWS + PADDING_ROWS, np.nan),
-        kv_pages=padded(kv_pages, SLOTS * columns, np.nan),
-        page_table_SM=padded(table_SM, columns, -7, axis=1),
-    )
+    *shape, sizes = SETTINGS[name]
+    case, inputs = drawn_inputs(name, shape, slots, seed)
     out_TNH, spec = run(case, inputs, sizes, max_q_len=ROWS)
-    assert (out_TNH[sum(q_lens) :] == 0).all()
+    assert (out_TNH[sum(q_len for q_len, _ in slots) :] == 0).all()
     return excess(out_TNH, case, inputs, spec)
-
-
-@st.composite
-def lengths(draw):
-    """(q_len, kv_len) of each slot, together at most ROWS new tokens."""
-    left, slots = ROWS, []
-    for _ in range(SLOTS):
-        q_len = draw(st.one_of(st.integers(0, min(2, left)), st.integers(0, left)))
-        left -= q_len
-        slots.append((q_len, draw(st.integers(q_len, LENGTH))))
-    return slots
 
 
 @pytest.mark.parametrize("name", SETTINGS)

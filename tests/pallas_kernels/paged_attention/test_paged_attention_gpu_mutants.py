@@ -9,8 +9,8 @@ import pytest
 from pallas_kernels.paged_attention import gpu_triton, gpu_triton_kernel
 from pallas_kernels.paged_attention.cases import Case, make_inputs
 from pallas_kernels.paged_attention.gpu_triton_sizes import Sizes
+from tests.pallas_kernels.paged_attention.attention_oracle import excess
 from tests.pallas_kernels.paged_attention.gpu_runs import jitted, run
-from tests.pallas_kernels.paged_attention.tpu_runs import excess
 
 MUTANTS = {
     "drops the last key": ("(x_B <= last)", "(x_B < last)"),

@@ -16,8 +16,9 @@ from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, make
 from pallas_kernels.paged_attention.layout import pages_shape
 from pallas_kernels.paged_attention.spec import check, tolerance
 from pallas_kernels.paged_attention.tpu_sizes import Sizes
-from tests.pallas_kernels.paged_attention.attention_oracle import oracle
-from tests.pallas_kernels.paged_attention.tpu_runs import excess, packed, run
+from tests.pallas_kernels.paged_attention.attention_oracle import excess, oracle
+from tests.pallas_kernels.paged_attention.drawn import ROWS, SLOTS, drawn_inputs, lengths
+from tests.pallas_kernels.paged_attention.tpu_runs import packed, run
 
 
 def name_of(value):
@@ -49,7 +50,6 @@ def test_named_case_bfloat16(case):
     assert np.linalg.norm(out_TNH - expected) / np.linalg.norm(expected) < 5e-3
 
 
-SLOTS, ROWS, LENGTH = 4, 24, 40
 # Page size, heads, KV heads, head width, window, softcap, sinks, lanes of a row, sizes.
 SETTINGS = {
     "heads_share": (4, 4, 2, 8, None, None, False, 128, (Sizes(1, 2, 2), Sizes(4, 4, 4))),
@@ -74,47 +74,17 @@ def compiled(name, interpret=True):
     )
 
 
-def drawn_inputs(name, slots, seed):
-    """Inputs of fixed shape for `slots`, a list of (q_len, kv_len)."""
-    page_size, heads, kv_heads, head_dim, window, softcap, sinks, _, _ = SETTINGS[name]
-    q_lens, kv_lens = zip(*slots, strict=True)
-    case = Case(name, heads, kv_heads, head_dim, page_size, q_lens, kv_lens, window, softcap, sinks)
-    inputs = make_inputs(case, seed)
-    columns = -(-LENGTH // page_size) + 2
-    q_TNH, kv_pages, table_SM = (np.asarray(a) for a in inputs[:3])
-
-    def padded(a, size, value, axis=0):
-        widths = [(0, size - n if i == axis else 0) for i, n in enumerate(a.shape)]
-        return np.pad(a, widths, constant_values=value)
-
-    return case, inputs._replace(
-        q_TNH=padded(q_TNH, ROWS + PADDING_ROWS, np.nan),
-        kv_pages=padded(kv_pages, SLOTS * columns, np.nan),
-        page_table_SM=padded(table_SM, columns, -7, axis=1),
-    )
-
-
 def drawn_excess(name, slots, seed=0, interpret=True):
-    case, inputs = drawn_inputs(name, slots, seed)
+    *shape, lanes, _ = SETTINGS[name]
+    case, inputs = drawn_inputs(name, shape, slots, seed)
     *arrays, sinks_N = inputs
-    arrays[1] = packed(arrays[1], SETTINGS[name][-2])
+    arrays[1] = packed(arrays[1], lanes)
     out_TNH = np.asarray(compiled(name, interpret)(*arrays, sinks_N=sinks_N), np.float64)
     assert (out_TNH[sum(q_len for q_len, _ in slots) :] == 0).all()
     spec = check(
         *arrays, scale=case.scale, max_q_len=ROWS, window=None, softcap=None, sinks_N=sinks_N
     )
     return excess(out_TNH, case, inputs, spec)
-
-
-@st.composite
-def lengths(draw):
-    """(q_len, kv_len) of each slot, together at most ROWS new tokens."""
-    left, slots = ROWS, []
-    for _ in range(SLOTS):
-        q_len = draw(st.one_of(st.integers(0, min(2, left)), st.integers(0, left)))
-        left -= q_len
-        slots.append((q_len, draw(st.integers(q_len, LENGTH))))
-    return slots
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -9,7 +9,8 @@ import pytest
 from pallas_kernels.paged_attention import tpu, tpu_block, tpu_kernel
 from pallas_kernels.paged_attention.cases import Case, make_inputs
 from pallas_kernels.paged_attention.tpu_sizes import Sizes
-from tests.pallas_kernels.paged_attention.tpu_runs import excess, run
+from tests.pallas_kernels.paged_attention.attention_oracle import excess
+from tests.pallas_kernels.paged_attention.tpu_runs import run
 
 MUTANTS = {
     "drops the last page": (

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import ragged_paged_attention, xla
-from pallas_kernels.paged_attention.cases import PADDING_ROWS, Case, make_inputs
 from pallas_kernels.paged_attention.key_blocks import key_blocks
 from pallas_kernels.paged_attention.layout import pages_shape, write_pages
 from pallas_kernels.paged_attention.xla import Blocks
 from tests.pallas_kernels.paged_attention.attention_oracle import check, oracle
+from tests.pallas_kernels.paged_attention.drawn import LENGTH, ROWS, SLOTS, drawn_inputs, lengths
 
-SLOTS, ROWS, LENGTH = 4, 24, 40
 # Page size, heads, KV heads, head width, window, softcap, sinks, passes (None: the defaults).
 SETTINGS = {
     "defaults": (4, 4, 2, 8, None, None, False, None),
@@ -42,43 +41,11 @@ def compiled(name):
     )
 
 
-def drawn_inputs(name, lengths, seed):
-    """Inputs of fixed shape for `lengths`, a list of (q_len, kv_len) per slot."""
-    page_size, heads, kv_heads, head_dim, window, softcap, sinks, _ = SETTINGS[name]
-    q_lens, kv_lens = zip(*lengths, strict=True)
-    case = Case(name, heads, kv_heads, head_dim, page_size, q_lens, kv_lens, window, softcap, sinks)
-    inputs = make_inputs(case, seed)
-    pages = SLOTS * (-(-LENGTH // page_size)) + 2
-    columns = -(-LENGTH // page_size) + 2
-    q_TNH, kv_pages, table_SM = (np.asarray(a) for a in inputs[:3])
-
-    def padded(a, size, value, axis=0):
-        widths = [(0, size - n if i == axis else 0) for i, n in enumerate(a.shape)]
-        return np.pad(a, widths, constant_values=value)
-
-    return case, inputs._replace(
-        q_TNH=padded(q_TNH, ROWS + PADDING_ROWS, np.nan),
-        kv_pages=padded(kv_pages, pages, np.nan),
-        page_table_SM=padded(table_SM, columns, -7, axis=1),
-    )
-
-
-@st.composite
-def lengths(draw):
-    """(q_len, kv_len) of each slot, together at most ROWS new tokens."""
-    left, slots = ROWS, []
-    for _ in range(SLOTS):
-        q_len = draw(st.one_of(st.integers(0, min(2, left)), st.integers(0, left)))
-        left -= q_len
-        slots.append((q_len, draw(st.integers(q_len, LENGTH))))
-    return slots
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(lengths=lengths(), seed=st.integers(0, 3))
 def test_any_lengths(name, lengths, seed):
-    case, inputs = drawn_inputs(name, lengths, seed)
+    case, inputs = drawn_inputs(name, SETTINGS[name][:-1], lengths, seed)
     *arrays, sinks_N = inputs
     out_TNH = compiled(name)(*arrays, sinks_N=sinks_N)
     expected = oracle(inputs, scale=case.scale, window=case.window, softcap=case.softcap)
@@ -96,7 +63,7 @@ def test_b106_sizes_around_block_edges(name):
     for q_len in (queries - 1, queries, queries + 1, 2 * queries + 1):
         sizes = (keys - 1, keys, keys + 1, 2 * keys + 1)
         slots = [(min(q_len, ROWS // SLOTS, size), size) for size in sizes]
-        case, inputs = drawn_inputs(name, slots, seed=0)
+        case, inputs = drawn_inputs(name, SETTINGS[name][:-1], slots)
         *arrays, sinks_N = inputs
         out_TNH = compiled(name)(*arrays, sinks_N=sinks_N)
         check(out_TNH, inputs, oracle(inputs, scale=case.scale, window=window, softcap=softcap))
