@@ -12,7 +12,6 @@ from models.families.family import Source, Sources
 from models.model import declare
 from models.params import flatten
 
-PREFIX = "model."
 # Stored copies of what is computed here: old files keep the rotary frequencies, and files of models
 # with tied embeddings may keep the tied one a second time.
 IGNORED = (

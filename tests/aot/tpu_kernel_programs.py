@@ -5,18 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_paged_attention
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.cache_update import update_cache
 from pallas_kernels.chips import chip as chip_named
 from pallas_kernels.paged_attention import ragged_paged_attention
-from pallas_kernels.paged_attention.cases import CASES
 from pallas_kernels.paged_attention.layout import lanes_of, pages_shape
 from sharding.aot import Program
-
-
-def _array(mesh: Mesh, shape, dtype):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+from tests.aot.attention_calls import LLAMA, array, call, named_calls, steps_of
 
 
 def _on_each(mesh: Mesh, fn):
@@ -25,38 +21,10 @@ def _on_each(mesh: Mesh, fn):
     return jax.shard_map(fn, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
 
 
-def _call(mesh, chip, heads, page_size, slots, rows, columns, q_dtype, kv_dtype, pages):
-    """Abstract queries, pages, page table and three slot arrays."""
-    num_heads, num_kv_heads, head_dim = heads
-    shape = pages_shape(pages, page_size, num_kv_heads, head_dim, lanes_of(chip))
-    return (
-        _array(mesh, (rows, num_heads, head_dim), q_dtype),
-        _array(mesh, shape, kv_dtype),
-        _array(mesh, (slots, columns), jnp.int32),
-        *(_array(mesh, (slots,), jnp.int32) for _ in range(3)),
-    )
-
-
 def named_cases(mesh: Mesh, *, chip: str, dtype: str) -> Program:
     """All named cases in one program."""
     chip = chip_named(chip)
-    calls, static = [], []
-    for case in CASES:
-        heads = (case.num_heads, case.num_kv_heads, case.head_dim)
-        rows, slots = max(1, sum(case.q_lens)), len(case.q_lens)
-        columns = -(-max(case.kv_lens) // case.page_size)
-        pages = slots * columns + 1
-        call = _call(mesh, chip, heads, case.page_size, slots, rows, columns, dtype, dtype, pages)
-        sinks_N = _array(mesh, (case.num_heads,), jnp.float32) if case.sinks else None
-        calls.append((*call, sinks_N))
-        static.append(
-            {
-                "scale": case.scale,
-                "max_q_len": max(case.q_lens),
-                "window": case.window,
-                "softcap": case.softcap,
-            }
-        )
+    calls, static = named_calls(mesh, dtype, lanes_of(chip))
 
     def attend(calls):
         return [
@@ -71,7 +39,7 @@ def decode(
     mesh: Mesh,
     *,
     chip: str,
-    heads: tuple[int, int, int] = (32, 8, 128),
+    heads: tuple[int, int, int] = LLAMA,
     page_size: int = 16,
     kv_dtype: str = "bfloat16",
     slots: int = 64,
@@ -81,21 +49,21 @@ def decode(
     """One call of attention for slots that bring `q_len` tokens each."""
     chip = chip_named(chip)
     narrow = jnp.dtype(kv_dtype).itemsize == 1
-    call = _call(
-        mesh, chip, heads, page_size, slots, slots * q_len, columns, "bfloat16", kv_dtype, 4096
-    )
-    scale_2K = _array(mesh, (2, heads[1]), jnp.float32) if narrow else None
+    rows, lanes = slots * q_len, lanes_of(chip)
+    arrays = call(mesh, heads, page_size, slots, rows, columns, "bfloat16", kv_dtype, 4096, lanes)
+    scale_2K = array(mesh, (2, heads[1]), jnp.float32) if narrow else None
     attend = functools.partial(
         ragged_paged_attention, scale=heads[2] ** -0.5, max_q_len=q_len, impl="tpu", chip=chip
     )
-    call = (*call, scale_2K)
-    return Program(_on_each(mesh, lambda *a: attend(*a[:-1], kv_scale_2K=a[-1])), call)
+    return Program(
+        _on_each(mesh, lambda *a: attend(*a[:-1], kv_scale_2K=a[-1])), (*arrays, scale_2K)
+    )
 
 
 def jax_decode(
     mesh: Mesh,
     *,
-    heads: tuple[int, int, int] = (32, 8, 128),
+    heads: tuple[int, int, int] = LLAMA,
     page_size: int = 16,
     pages_per_block: int = 32,
     slots: int = 64,
@@ -103,47 +71,34 @@ def jax_decode(
 ) -> Program:
     """The same call with the kernel that comes with jax."""
     num_heads, num_kv_heads, head_dim = heads
-    pages = _array(mesh, (num_kv_heads, 4096, page_size, head_dim), jnp.bfloat16)
+    pages = array(mesh, (num_kv_heads, 4096, page_size, head_dim), jnp.bfloat16)
     attend = functools.partial(jax_paged_attention, pages_per_compute_block=pages_per_block)
     return Program(
         _on_each(mesh, attend),
         (
-            _array(mesh, (slots, num_heads, head_dim), jnp.bfloat16),
+            array(mesh, (slots, num_heads, head_dim), jnp.bfloat16),
             pages,
             pages,
-            _array(mesh, (slots,), jnp.int32),
-            _array(mesh, (slots, columns), jnp.int32),
+            array(mesh, (slots,), jnp.int32),
+            array(mesh, (slots, columns), jnp.int32),
         ),
     )
 
 
 def layers(
-    mesh: Mesh, *, chip: str, max_q_len: int, rows: int, heads=(32, 8, 128), dtype="bfloat16"
+    mesh: Mesh, *, chip: str, max_q_len: int, rows: int, heads=LLAMA, dtype="bfloat16"
 ) -> Program:
     """Two layers' donated pools, written and attended to in a loop of steps."""
     chip = chip_named(chip)
     slots, page_size, pages = 64, 16, 2048
-    q_TNH, pool, table_SM, *slot_arrays = _call(
-        mesh, chip, heads, page_size, slots, rows, 64, dtype, dtype, pages
+    q_TNH, pool, table_SM, *slot_arrays = call(
+        mesh, heads, page_size, slots, rows, 64, dtype, dtype, pages, lanes_of(chip)
     )
-    row_T = _array(mesh, (rows,), jnp.int32)
-
-    def steps(pools, x_TNH, page_T, offset_T, table_SM, q_start_S, q_len_S, kv_len_S):
-        def step(_, carry):
-            pools, x_TNH = carry
-            written = []
-            for pool in pools:
-                k_TKH, v_TKH = x_TNH[:, : heads[1]], x_TNH[:, -heads[1] :]
-                pool = update_cache(pool, k_TKH, v_TKH, page_T, offset_T, chip=chip)
-                x_TNH = ragged_paged_attention(
-                    x_TNH, pool, table_SM, q_start_S, q_len_S, kv_len_S,
-                    scale=0.1, max_q_len=max_q_len, impl="tpu", chip=chip,
-                )  # fmt: skip
-                written.append(pool)
-            return written, x_TNH
-
-        return jax.lax.fori_loop(0, 3, step, (pools, x_TNH))
-
+    row_T = array(mesh, (rows,), jnp.int32)
+    attend = functools.partial(
+        ragged_paged_attention, scale=0.1, max_q_len=max_q_len, impl="tpu", chip=chip
+    )
+    steps = steps_of(functools.partial(update_cache, chip=chip), attend, heads[1])
     return Program(
         _on_each(mesh, steps),
         ([pool, pool], q_TNH, row_T, row_T, table_SM, *slot_arrays),
@@ -158,14 +113,14 @@ def append(
     chip: str,
     rows: int,
     by_kernel: bool = True,
-    heads=(32, 8, 128),
+    heads=LLAMA,
     dtype="bfloat16",
 ) -> Program:
     """The write of one layer's new keys and values alone, by the kernel or by XLA's scatter."""
     _, num_kv_heads, head_dim = heads
     chip = chip_named(chip)
     shape = pages_shape(2048, 16, num_kv_heads, head_dim, lanes_of(chip))
-    pool, new = _array(mesh, shape, dtype), _array(mesh, (rows, num_kv_heads, head_dim), dtype)
-    row_T = _array(mesh, (rows,), jnp.int32)
+    pool, new = array(mesh, shape, dtype), array(mesh, (rows, num_kv_heads, head_dim), dtype)
+    row_T = array(mesh, (rows,), jnp.int32)
     write = functools.partial(update_cache, chip=chip if by_kernel else None)
     return Program(_on_each(mesh, write), (pool, new, new, row_T, row_T), (0,), watched=pool)
