@@ -60,7 +60,7 @@ def default_passes(
     """One pass when all slots bring few rows, else one for decode rows and one for prefill."""
     keys = 64 if num_slots > 1 else min(64, max(32, page_size))
     block_bytes = 2 * 4 * keys * num_kv_heads * head_dim
-    tiles = max(1, min(32, num_slots, GROUP_BYTES // block_bytes))
+    tiles = max(1, min(16, num_slots, GROUP_BYTES // block_bytes))
     if max_q_len <= 16:
         return (Blocks(max_q_len, max(1, min(tiles, 64 // max_q_len)), keys),)
     return (Blocks(1, tiles, keys), Blocks(min(64, max_q_len), 1, 64))
