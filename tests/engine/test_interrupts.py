@@ -11,6 +11,14 @@ from engine.sampling_params import SamplingParams
 from tests.engine.test_beam_search import PROMPTS, engine_of, reference
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A process started in the background of a shell ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_inside_arrives_at_the_end():
     steps = []
 
