@@ -77,19 +77,19 @@ def ceil_div(a: jax.Array, b: int) -> jax.Array:
     return (a + b - 1) // b
 
 
-def rank(mask_S: jax.Array, slots: Slots) -> jax.Array:
-    """How many masked slots come before each slot in (priority, uid) order."""
+def sum_before(count_S: jax.Array, slots: Slots) -> jax.Array:
+    """For each slot, the sum of `count_S` over those before it in (priority, uid) order."""
     priority_S, uid_S = slots.requests.priority, slots.requests.uid
     before_SS = (priority_S[None, :] < priority_S[:, None]) | (
         (priority_S[None, :] == priority_S[:, None]) & (uid_S[None, :] < uid_S[:, None])
     )
-    return jnp.sum(before_SS & mask_S[None, :], axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(before_SS, count_S[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def first_slots(mask_S: jax.Array, slots: Slots, count: int) -> jax.Array:
     """The first `count` masked slots in order; num_slots where there are fewer."""
     num_slots = mask_S.shape[0]
-    at_S = jnp.where(mask_S, rank(mask_S, slots), count)
+    at_S = jnp.where(mask_S, sum_before(mask_S, slots), count)
     ids_S = jnp.arange(num_slots, dtype=jnp.int32)
     return jnp.full(count, num_slots, jnp.int32).at[at_S].set(ids_S, mode="drop")
 
@@ -103,7 +103,11 @@ def pick(x_S: jax.Array, slot_R: jax.Array) -> jax.Array:
 
 
 def admit(config: EngineConfig, state: BatchState) -> BatchState:
-    """Let waiting requests run while rows and pages allow, in order, without overtaking."""
+    """Let waiting requests run while rows and pages allow, in order, without overtaking.
+
+    One whose prompt this round's token budget will not reach waits on: it loses nothing, holds no
+    pages, and finds in the prefix cache what those before it are computing.
+    """
     slots = state.slots
     num_running = jnp.sum(slots.status_S == RUNNING)
     room = config.max_num_seqs - num_running
@@ -139,6 +143,11 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
     available = pool.num_free - jnp.sum(jnp.where(running_S, promised_S, 0))
     fits_A = exists_A & (jnp.cumsum(cost_A) <= available)
     fits_A &= jnp.arange(config.admissions_per_round) < room
+    if config.policy == "continuous":
+        left_S = jnp.where(running_S, slots.num_tokens_S - slots.num_computed_S, 0)
+        ahead_A = pick(sum_before(jnp.where(left_S > 1, left_S, 0), slots), slot_A)
+        own_A = tokens_A - jnp.where(fork_A, prompt_A - 1, hits_A * C)
+        fits_A &= ahead_A + jnp.cumsum(own_A) - own_A < config.token_budget
     fits_A = jnp.cumprod(fits_A).astype(bool)
 
     held_AM &= fits_A[:, None]

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from engine.sampling_params import check_flag, check_size
+
 EMPTY, WAITING, RUNNING = 0, 1, 2  # status_S
 
 # Finish reasons as they leave the device; 0 means the request goes on.
@@ -33,13 +35,29 @@ NO_TOKEN = -1
 ROOT_PAGE = 0  # parent of a sequence's first page; the trash page is never published
 DEAD_CHAIN = -1  # chain_len_S of a slot that publishes nothing more
 
+# (least, most) of each size: sums of them stay within 32 bits on the device. Page 0 is trash.
+SIZES = {
+    "max_num_seqs": (1, 2**16),
+    "num_slots": (1, 2**17),
+    "max_model_len": (1, 2**28),
+    "num_pages": (2, 2**29),
+    "page_size": (1, 2**20),
+    "token_budget": (1, 2**24),
+    "max_rounds": (1, 2**10),
+    "inbox_size": (1, 2**17),
+    "inbox_tokens": (1, 2**30),
+    "max_stop_ids": (0, 2**10),
+    "admissions_per_round": (1, 2**16),
+}
+MAX_TOKENS = 2**31 - 1  # tokens that running requests may hold
+
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Static sizes and policies. `num_pages` counts the trash page.
 
-    `token_budget` is the width of the prefill pass: prompt tokens computed per round. `policy`
-    `static` admits only when no request runs (the classic baseline).
+    `token_budget` is the most prompt tokens of a round, the width of the widest prefill pass.
+    `policy` `static` admits only when no request runs (the classic baseline).
     """
 
     max_num_seqs: int
@@ -57,24 +75,19 @@ class EngineConfig:
     policy: Literal["continuous", "static"] = "continuous"
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_num_seqs",
-            "max_model_len",
-            "page_size",
-            "token_budget",
-            "max_rounds",
-            "inbox_size",
-            "admissions_per_round",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, (low, high) in SIZES.items():
+            check_size(name, getattr(self, name), low, high)
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
         if self.num_slots < self.max_num_seqs:
             raise ValueError(
                 f"num_slots {self.num_slots} must be at least max_num_seqs {self.max_num_seqs}"
             )
-        if self.num_pages < 2:
+        most = self.max_num_seqs * self.pages_per_seq * self.page_size
+        if most > MAX_TOKENS:
             raise ValueError(
-                f"num_pages must be at least 2 (page 0 is trash), got {self.num_pages}"
+                f"max_num_seqs {self.max_num_seqs} of max_model_len {self.max_model_len} in pages "
+                f"of {self.page_size} are {most:,} tokens, at most {MAX_TOKENS:,} can be counted; "
+                "lower one of them"
             )
         if self.inbox_tokens < self.max_model_len:
             raise ValueError(
@@ -83,6 +96,15 @@ class EngineConfig:
             )
         if self.policy not in ("continuous", "static"):
             raise ValueError(f"unknown policy {self.policy!r}; use continuous or static")
+
+    @property
+    def prefill_widths(self) -> tuple[int, ...]:
+        """Widths of the prefill pass, ascending; a round takes the first that holds its tokens.
+
+        The narrow one is for what a prefix hit or a chunked prompt leaves over.
+        """
+        full = self.token_budget
+        return (full // 8, full) if full >= 128 else (full,)
 
     @property
     def pages_per_seq(self) -> int:
