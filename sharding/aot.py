@@ -77,7 +77,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Request:
-    """What the child is told. `dump` is a directory for libtpu's dump, or None."""
+    """What the child is told. `dump` is a directory for the compiler's dump, or None."""
 
     entry: str
     arguments: Mapping[str, Any]
@@ -103,9 +103,10 @@ def compile_for(
 ) -> Compiled:
     """The program that `entry` builds, compiled for `target` (see `sharding.targets`).
 
-    `kernels` adds bundle counts or register reports; libtpu's dump of a large program takes long
-    and hundreds of megabytes while it lasts. ValueError: unknown target, compiler not installed,
-    no such topology, or the entry refused its arguments. OSError: the child died or took too long.
+    `kernels` adds bundle counts or reports of registers and shared memory; libtpu's dump of a large
+    program takes long and hundreds of megabytes while it lasts. ValueError: unknown target,
+    compiler not installed, no such topology, or the entry refused its arguments. OSError: the child
+    died or took too long.
     """
     resolved = parse_target(target)
     if missing := missing_compiler(resolved):
@@ -120,7 +121,7 @@ def compile_for(
             arguments=dict(arguments),
             target=resolved,
             gpu_description=gpu_description(resolved.chip.name) if is_gpu else None,
-            dump=str(dump) if kernels and resolved.platform == "tpu" else None,
+            dump=str(dump) if kernels and resolved.chip else None,
         )
         question.write_bytes(pickle.dumps(request))
         command = [sys.executable, "-m", "sharding.aot_child", str(question), str(answer), str(log)]
@@ -128,7 +129,7 @@ def compile_for(
             try:
                 child = subprocess.run(
                     command,
-                    env=_environment(request, kernels),
+                    env=_environment(request),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -150,7 +151,7 @@ def compile_for(
     return result
 
 
-def _environment(request: Request, kernels: bool) -> dict[str, str]:
+def _environment(request: Request) -> dict[str, str]:
     """The child sees our import path, the host's CPU as its only device, and no user settings that
     would change what is compiled."""
     ours = (
@@ -181,9 +182,9 @@ def _environment(request: Request, kernels: bool) -> dict[str, str]:
             )
     else:
         environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        if kernels:  # ptxas reports, through XLA's log and Mosaic's own switch
+        if request.dump:  # ptxas reports, through XLA's log and Mosaic's own switch
             environment |= {
-                "XLA_FLAGS": "--xla_gpu_ptx_compiler_extra_flags=-v",
+                "XLA_FLAGS": f"--xla_gpu_ptx_compiler_extra_flags=-v --xla_dump_to={request.dump}",
                 "TF_CPP_MIN_LOG_LEVEL": "0",
                 "TF_CPP_VMODULE": "subprocess_compilation=3",
                 "MOSAIC_GPU_DUMP_PTXAS": "1",

@@ -133,13 +133,15 @@ def _shape(x: jax.ShapeDtypeStruct) -> str:
 
 
 def _kernels(request: Request, main: hlo.Region, log: Path):
-    if request.dump:
+    if request.dump is None:
+        return ()
+    dump = Path(request.dump)
+    if request.target.platform == "tpu":
         names = {op.name for op in main.all_ops() if op.opcode == _KERNEL_CALL}
-        return tuple(tpu_kernels(Path(request.dump), names))
-    if request.target.platform == "cuda":
-        sys.stderr.flush()
-        return tuple(gpu_kernels(log.read_text("utf-8", "replace")))
-    return ()
+        return tuple(tpu_kernels(dump, names))
+    sys.stderr.flush()
+    launches = [path.read_text("utf-8") for path in dump.glob("*thunk_sequence.txt")]
+    return tuple(gpu_kernels(log.read_text("utf-8", "replace"), "\n".join(launches)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 TPU: libtpu dumps, for every operation of the program, `*-NAME-*-final_bundles.txt` (one scheduled
 bundle a line, `>` once per loop around it) and a summary of them. A bundle is one instruction word;
 its issue takes a cycle if nothing stalls, so bundles bound the time from below and are no
-measurement. GPU: ptxas, in its verbose mode, says for every entry function what it uses.
+measurement. GPU: ptxas, in its verbose mode, says for every entry function what it uses, and XLA's
+list of what a program starts (`*thunk_sequence.txt` of its dump) says with how many threads and how
+much shared memory.
 """
 
 import re
@@ -24,14 +26,16 @@ class TpuKernel:
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """Per thread: registers, spilled bytes (stores and loads), stack. Per block: static shared
-    memory; what a launch adds is not known here."""
+    """Per thread: registers, spilled bytes (stores and loads), stack. Per block: shared memory,
+    what its launch asks for included, and threads. Where XLA does not launch it by itself, threads
+    are None and shared memory is the static part."""
 
     name: str
     registers: int
     spill_bytes: int
     stack_bytes: int
     shared_bytes: int
+    threads: int | None
 
 
 def tpu_kernels(dump: Path, names: set[str]) -> list[TpuKernel]:
@@ -52,8 +56,17 @@ def _bundles(name: str, text: str) -> TpuKernel:
     return TpuKernel(name, sum(by_depth), by_depth)
 
 
-def gpu_kernels(log: str) -> list[GpuKernel]:
-    """Of every entry function in a ptxas report, in order of first appearance."""
+def gpu_kernels(log: str, launches: str) -> list[GpuKernel]:
+    """Of every entry function in a ptxas report, in order of first appearance; `launches` is XLA's
+    list of what the program starts."""
+    started = {
+        name: (int(x) * int(y) * int(z), int(shared))
+        for name, x, y, z, shared in re.findall(
+            r"(\S+) grid: \[[\d, ]+\] threads: \[(\d+), (\d+), (\d+)\]\s+"
+            r"shared_memory: (\d+) bytes",
+            launches,
+        )
+    }
     found: dict[str, GpuKernel] = {}
     for block in log.split("Compiling entry function '")[1:]:
         name = block[: block.index("'")]
@@ -62,7 +75,8 @@ def gpu_kernels(log: str) -> list[GpuKernel]:
             continue
         spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", block)[:2]
         stack = re.search(r"(\d+) bytes stack frame", block)
-        shared = re.search(r"(\d+) bytes smem", block.split("Compile time")[0])
+        static = re.search(r"(\d+) bytes smem", block.split("Compile time")[0])
+        threads, launched_bytes = started.get(name, (None, 0))
         found.setdefault(
             name,
             GpuKernel(
@@ -70,7 +84,8 @@ def gpu_kernels(log: str) -> list[GpuKernel]:
                 registers=int(used[1]),
                 spill_bytes=sum(map(int, spills)),
                 stack_bytes=int(stack[1]) if stack else 0,
-                shared_bytes=int(shared[1]) if shared else 0,
+                shared_bytes=(int(static[1]) if static else 0) + launched_bytes,
+                threads=threads,
             ),
         )
     return list(found.values())

@@ -28,10 +28,15 @@ def call(mesh, heads, page_size, slots, rows, columns, q_dtype, kv_dtype, pages,
 
 
 def named_calls(
-    mesh: Mesh, dtype: str, lanes: int = 1, names: tuple[str, ...] = ()
+    mesh: Mesh,
+    dtype: str,
+    lanes: int = 1,
+    names: tuple[str, ...] = (),
+    kv_dtype: str | None = None,
 ) -> tuple[list[tuple], list[dict]]:
-    """Arrays (the sinks last) and static arguments of the named cases, by default of all."""
-    calls, static = [], []
+    """Arrays (the sinks last) and static arguments of the named cases, by default of all; pages
+    are of `kv_dtype`, by default of `dtype`."""
+    calls, static, kv_dtype = [], [], kv_dtype or dtype
     for case in CASES:
         if names and case.name not in names:
             continue
@@ -39,7 +44,8 @@ def named_calls(
         rows, slots = max(1, sum(case.q_lens)), len(case.q_lens)
         columns = -(-max(case.kv_lens) // case.page_size)
         pages = slots * columns + 1
-        arrays = call(mesh, heads, case.page_size, slots, rows, columns, dtype, dtype, pages, lanes)
+        sizes = (case.page_size, slots, rows, columns)
+        arrays = call(mesh, heads, *sizes, dtype, kv_dtype, pages, lanes)
         sinks_N = array(mesh, (case.num_heads,), jnp.float32) if case.sinks else None
         calls.append((*arrays, sinks_N))
         static.append(

@@ -12,14 +12,27 @@ from sharding.aot import Program
 from tests.aot.attention_calls import LLAMA, array, call, named_calls, steps_of
 
 
-def named_cases(mesh: Mesh, *, chip: str, dtype: str, names: tuple[str, ...] = ()) -> Program:
-    """The named cases, all of them by default, in one program."""
-    calls, static = named_calls(mesh, dtype, names=names)
+def named_cases(
+    mesh: Mesh, *, chip: str, dtypes: tuple[tuple[str, str], ...], names: tuple[str, ...] = ()
+) -> Program:
+    """The named cases, all of them by default, with queries and pages of each of these pairs of
+    dtypes, in one program."""
+    calls, static = [], []
+    for q_dtype, kv_dtype in dtypes:
+        more, facts = named_calls(mesh, q_dtype, names=names, kv_dtype=kv_dtype)
+        narrow = jnp.dtype(kv_dtype).itemsize == 1
+        for (*arrays, sinks_N), each in zip(more, facts, strict=True):
+            num_kv_heads = arrays[1].shape[2]
+            scale_2K = array(mesh, (2, num_kv_heads), jnp.float32) if narrow else None
+            calls.append((*arrays, sinks_N, scale_2K))
+            static.append(each)
 
     def attend(calls):
         return [
-            gpu_triton.attend(*arrays, sinks_N=sinks_N, **kwargs, chip=chip_named(chip))
-            for (*arrays, sinks_N), kwargs in zip(calls, static, strict=True)
+            gpu_triton.attend(
+                *arrays, sinks_N=sinks_N, kv_scale_2K=scale_2K, **each, chip=chip_named(chip)
+            )
+            for (*arrays, sinks_N, scale_2K), each in zip(calls, static, strict=True)
         ]
 
     return Program(attend, (calls,))

@@ -24,6 +24,11 @@ ptxas info    : Used 14 registers, used 0 barriers
 ptxas info    : Compile time = 2.555 ms
 """
 
+THUNKS = """001: kWhile [source | next=002 (1)] while.3
+  001: kCustomKernel [source | sink ] attend grid: [33, 8, 1] threads: [128, 2, 1]  shared_memory: 39168 bytes
+002: kCustomKernel [prev=001 (1)] loop_add_fusion grid: [64, 1, 1] threads: [32, 1, 1]  shared_memory: 0 bytes
+"""  # noqa: E501
+
 
 def test_bundles_are_counted_by_the_loops_around_them(tmp_path):
     (tmp_path / "179-attend.1-71-final_bundles.txt").write_text(BUNDLES)
@@ -32,8 +37,11 @@ def test_bundles_are_counted_by_the_loops_around_them(tmp_path):
     assert tpu_kernels(tmp_path, {"attend.1"}) == [TpuKernel("attend.1", 5, (2, 2, 1))]
 
 
-def test_ptxas_reports_are_read_per_kernel():
-    assert gpu_kernels(PTXAS) == [
-        GpuKernel("attend", registers=168, spill_bytes=40, stack_bytes=48, shared_bytes=8320),
-        GpuKernel("combine", registers=14, spill_bytes=0, stack_bytes=0, shared_bytes=0),
-    ]
+def test_ptxas_reports_are_read_per_kernel_and_the_launch_adds_shared_memory():
+    attend, combine = gpu_kernels(PTXAS, THUNKS)
+    assert attend == GpuKernel(
+        "attend", registers=168, spill_bytes=40, stack_bytes=48, shared_bytes=47_488, threads=256
+    )
+    assert combine == GpuKernel(
+        "combine", registers=14, spill_bytes=0, stack_bytes=0, shared_bytes=0, threads=None
+    )
