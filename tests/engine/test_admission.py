@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.state import RUNNING
 from tests.engine.driver import Driver, Request
-from tests.engine.test_advance import BASE, STEMS, assert_right
+from tests.engine.test_advance import BASE, STEMS, TIGHT, assert_right
 
 
 def test_a_prefix_on_free_pages_costs_these_pages():
@@ -46,7 +46,7 @@ def test_a_choice_is_let_in_only_with_a_page_for_its_copy():
 
 def test_the_end_of_a_free_chain_goes_before_its_root():
     """Of ten pages five were never used and five hold a chain; a request takes seven."""
-    driver = Driver(replace(BASE, num_pages=11))
+    driver = Driver(TIGHT)
     driver.run([Request(0, STEMS[0][:20], 21)])
     driver.run([Request(1, STEMS[1] + STEMS[1][:3], 28)])
     before = int(driver.state.counters.prefix_hit_tokens)

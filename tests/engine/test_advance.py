@@ -29,10 +29,14 @@ BASE = EngineConfig(
     max_stop_ids=2,
     admissions_per_round=2,
 )
+# Few configurations, each in several tests: a program takes some seconds to compile.
+TIGHT = replace(BASE, num_pages=11)  # 10 pages of 4 tokens: exactly max_model_len
+ROOMY = replace(BASE, num_pages=60)
+TIGHT_UNCACHED = replace(TIGHT, enable_prefix_caching=False)
 CONFIGS = (
     BASE,
     replace(BASE, page_size=1, num_pages=41, token_budget=3),
-    replace(BASE, enable_prefix_caching=False, num_pages=11),
+    TIGHT_UNCACHED,
     replace(BASE, policy="static", max_num_seqs=2, num_pages=30, page_size=3),
 )
 RNG = np.random.default_rng(0)
@@ -114,10 +118,9 @@ def test_rounds_per_dispatch_change_nothing():
 
 
 def test_b44_request_that_needs_the_whole_pool_runs_beside_others():
-    config = replace(BASE, num_pages=11)  # 10 pages of 4 tokens: exactly max_model_len
     big = Request(0, STEMS[0], 40)
     small = [Request(i, STEMS[1][:i], 12) for i in (1, 2, 3)]
-    driver = Driver(config)
+    driver = Driver(TIGHT)
     driver.run([big, *small])
     assert_right(driver, [big, *small])
 
@@ -125,7 +128,7 @@ def test_b44_request_that_needs_the_whole_pool_runs_beside_others():
 def test_b45_running_request_gets_a_token_every_round_while_prompts_arrive():
     runner = Request(0, STEMS[0][:2], 40)
     flood = [Request(i, (STEMS[1] + STEMS[0])[:36], 37, arrival=1) for i in range(1, 20)]
-    driver = Driver(replace(BASE, num_pages=60), rounds=1)
+    driver = Driver(ROOMY, rounds=1)
     driver.run([runner, *flood])
     assert_right(driver, [runner, *flood])
     gaps = np.diff(driver.token_rounds[0])
@@ -150,10 +153,9 @@ def test_b46_preempted_requests_give_the_tokens_of_an_unpreempted_run():
 
 
 def test_preemption_takes_the_lowest_priority_then_the_youngest():
-    config = replace(BASE, num_pages=14, enable_prefix_caching=False)
     urgent = Request(2, STEMS[0][:8], 36, priority=0)
     others = [Request(i, STEMS[1][: 8 + i], 36, priority=1) for i in (0, 1)]
-    driver = Driver(config, rounds=1)
+    driver = Driver(TIGHT_UNCACHED, rounds=1)
     driver.run([*others, urgent])
     assert int(driver.state.counters.preemptions) > 0
     rounds = driver.token_rounds
@@ -203,7 +205,7 @@ def test_b24_a_row_with_unsound_logits_ends_alone_and_publishes_nothing():
 
 @pytest.mark.parametrize("budget", [1, 3, 8])
 def test_prompt_tokens_are_scored_once_each_in_whatever_chunks(budget):
-    config = replace(BASE, token_budget=budget, num_pages=40)
+    config = replace(ROOMY, token_budget=budget)
     asking = [Request(i, STEMS[i % 2][: 1 + 7 * i], 26, score_prompt=1) for i in (0, 1, 2, 3)]
     silent = [Request(4 + i, STEMS[0][: 9 + i], 26) for i in range(2)]
     driver = Driver(config, rounds=4)
@@ -240,7 +242,7 @@ def test_b55_the_same_prompt_again_recomputes_at_least_one_token(length, hits):
 
 
 def test_output_pages_serve_the_next_turn():
-    driver = Driver(replace(BASE, num_pages=30))
+    driver = Driver(ROOMY)
     first = Request(0, STEMS[0][:6], 22)
     driver.run([first])
     turn = Request(1, first.prompt + driver.outputs[0] + STEMS[1][:3], 30)
@@ -292,8 +294,7 @@ def test_b54_colliding_hashes_never_serve_foreign_pages(monkeypatch):
 
 
 def test_b56_evicted_pages_are_not_found():
-    config = replace(BASE, num_pages=11)
-    driver = Driver(config)
+    driver = Driver(TIGHT)
     driver.run([Request(0, STEMS[0][:20], 21)])
     driver.run([Request(1, STEMS[1][:23], 40)])  # takes every page
     before = hit_tokens(driver)
@@ -304,7 +305,7 @@ def test_b56_evicted_pages_are_not_found():
 
 
 def test_least_recently_used_pages_go_first_and_leaves_before_roots():
-    driver = Driver(replace(BASE, num_pages=14))
+    driver = Driver(BASE)
     driver.run([Request(0, STEMS[0][:20], 21)])
     driver.run([Request(1, STEMS[1][:12], 13)])
     driver.run([Request(2, STEMS[0][:20], 21)])  # touches the first chain again
@@ -315,7 +316,7 @@ def test_least_recently_used_pages_go_first_and_leaves_before_roots():
 
 
 def test_identical_prompts_side_by_side_publish_one_chain():
-    driver = Driver(replace(BASE, num_pages=30))
+    driver = Driver(ROOMY)
     requests = [Request(i, STEMS[0][:8], 30) for i in range(3)]
     driver.run(requests)
     assert_right(driver, requests)
@@ -326,11 +327,10 @@ def test_identical_prompts_side_by_side_publish_one_chain():
 
 
 def test_choices_share_the_prompt_and_copy_only_the_page_they_write():
-    config = replace(BASE, max_num_seqs=3, num_pages=30, enable_prefix_caching=False)
     prompt = STEMS[0][:18]  # four full pages and half a one
     family = [Request(0, prompt, 24), Request(1, prompt, 24, parent_uid=0)]
     family.append(Request(2, prompt, 24, parent_uid=0))
-    driver = Driver(config, rounds=1)
+    driver = Driver(TIGHT_UNCACHED, rounds=1)
     driver.dispatch(family)
     most = 0
     while driver.live:

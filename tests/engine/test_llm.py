@@ -1,7 +1,8 @@
 """`LLM` over a tiny network: against recomputation without a cache, and against itself.
 
 The oracle runs the whole known sequence through one forward pass, in the reference attention, for
-every token. Engines are made once per set of settings; what is compared is what they answer.
+every token. Engines of equal settings share their programs (see `tests/conftest.py`): a test that
+needs no settings of its own takes those of another.
 """
 
 import re
@@ -71,6 +72,12 @@ DEFAULTS = {
 }
 
 
+PREEMPTING = {"num_pages": 13, "max_num_seqs": 4}
+UNCACHED = {"enable_prefix_caching": False}
+ROUND_BY_ROUND = {"steps_per_dispatch": 1}
+THREE_PROGRAMS = {"max_num_batched_tokens": 128, "num_pages": 40, "max_num_seqs": 6}
+
+
 def fresh_llm(config=CONFIG, **settings) -> LLM:
     return LLM.from_params(config, PARAMS, **DEFAULTS | settings)
 
@@ -114,12 +121,12 @@ def test_b12_a_seeded_request_does_not_feel_an_unseeded_one():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"steps_per_dispatch": 1},
+        ROUND_BY_ROUND,
         {"overlap": False},
         {"max_num_batched_tokens": 5},
-        {"enable_prefix_caching": False},
+        UNCACHED,
         {"scheduling_policy": "static"},
-        {"num_pages": 13, "max_num_seqs": 4},  # preemption
+        PREEMPTING,
     ],
     ids=str,
 )
@@ -128,7 +135,7 @@ def test_schedules_change_nothing(settings):
     assert ask(llm, PROMPTS, greedy(12)) == expected(PROMPTS, 12)
     sampled = SamplingParams(temperature=1.1, top_k=20, seed=3, max_tokens=12)
     assert ask(llm, PROMPTS, sampled) == ask(shared_llm(), PROMPTS, sampled)
-    if "num_pages" in settings:
+    if settings == PREEMPTING:
         assert llm.engine.counters()["preemptions"] > 0
 
 
@@ -213,7 +220,7 @@ def test_next_turn_reuses_the_cache_and_equals_a_fresh_run():
 
 
 def test_b103_neighbours_of_other_content_leave_a_row_bit_identical():
-    llm = fresh_llm(max_num_seqs=2, enable_prefix_caching=False)
+    llm = fresh_llm(**UNCACHED)
     params = greedy(6, logprobs=3)
     seen = []
     for neighbour in (PROMPTS[4], PROMPTS[4][::-1]):
@@ -239,7 +246,7 @@ def test_b24_unsound_logits_end_their_request_alone():
 
 
 def test_leaving_a_stream_aborts_it_and_harms_no_later_request():
-    llm = fresh_llm(steps_per_dispatch=2)
+    llm = fresh_llm(**ROUND_BY_ROUND)
     stream = llm.stream([PROMPTS[6], PROMPTS[4]], greedy(30))
     next(stream)
     stream.close()
@@ -280,7 +287,7 @@ def test_many_more_requests_than_slots():
 
 
 def test_b107_nothing_compiles_after_warm_up():
-    llm = fresh_llm(max_num_batched_tokens=128)
+    llm = fresh_llm(**THREE_PROGRAMS)
     llm.engine.compile()
     programs = dict(llm.engine._programs)
     assert set(programs) == {16, 32, 128}
@@ -338,10 +345,10 @@ def test_no_prompts_no_outputs():
 
 
 def test_b44_a_request_that_can_never_fit_the_pool_is_refused():
-    llm = fresh_llm(num_pages=9)
-    with pytest.raises(ValueError, match=r"need 9 pages of 4, the pool has 8"):
-        llm.generate([PROMPTS[6]], greedy(6), use_tqdm=False)
-    assert ask(llm, [PROMPTS[6]], greedy(3)) == expected([PROMPTS[6]], 3)
+    llm = fresh_llm(**PREEMPTING)
+    with pytest.raises(ValueError, match=r"need 13 pages of 4, the pool has 12"):
+        llm.generate([PROMPTS[6]], greedy(20), use_tqdm=False)
+    assert ask(llm, [PROMPTS[6]], greedy(19)) == expected([PROMPTS[6]], 19)
 
 
 def test_unsupported_and_unknown_settings_are_refused():
@@ -378,7 +385,7 @@ def test_unsupported_and_unknown_settings_are_refused():
         ({"max_logprobs": -1}, "max_logprobs must be at least 0, got -1"),
         ({"max_model_len": 513}, r"max_model_len must be in 1 .. 512"),
         ({"num_pages": 1}, "num_pages must be at least 2"),
-        ({"gpu_memory_utilization": 0}, "memory fraction"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
         ({"scheduling_policy": "fifo"}, "unknown policy"),
         ({"attention_impl": "cuda"}, "cuda"),
     ],

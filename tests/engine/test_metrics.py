@@ -9,7 +9,7 @@ from engine.metrics import Steps, summary
 from engine.sampling_rows import SamplingLimits
 from engine.state import EngineConfig
 from tests.engine.rule_model import RuleModel
-from tests.engine.test_llm import PROMPTS, ask, fresh_llm, greedy
+from tests.engine.test_llm import PROMPTS, ROUND_BY_ROUND, ask, fresh_llm, greedy
 
 RULE_VOCAB = 97
 
@@ -148,7 +148,7 @@ def test_prefix_hit_rate():
 
 
 def test_metrics_of_a_finished_and_a_running_batch():
-    llm = fresh_llm(num_pages=60, steps_per_dispatch=1)
+    llm = fresh_llm(**ROUND_BY_ROUND)
     ask(llm, PROMPTS[:5], greedy(6))
     ask(llm, [PROMPTS[6]] * 2, greedy(3))
     stream = llm.stream([PROMPTS[4], PROMPTS[5]], greedy(20))
@@ -160,7 +160,7 @@ def test_metrics_of_a_finished_and_a_running_batch():
     assert metrics.prompt_tokens == sum(map(len, PROMPTS[:5])) + 60
     assert metrics.output_tokens == 5 * 6 + 2 * 3
     held = np.asarray(llm.engine._state.slots.num_pages_S).sum()
-    assert metrics.pages_total == 59
+    assert metrics.pages_total == 3 * 64 // 4
     assert metrics.pages_used == held
     assert metrics.pages_cached > 0
     computed = np.asarray(llm.engine._state.slots.num_computed_S).sum()

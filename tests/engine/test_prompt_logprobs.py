@@ -15,6 +15,7 @@ from tests.engine.test_llm import (
     DEFAULTS,
     MAX_LEN,
     PARAMS,
+    PREEMPTING,
     PROMPTS,
     expected,
     fresh_llm,
@@ -113,7 +114,7 @@ def test_choices_share_the_prompt_and_its_scores(llm):
 
 
 def test_b46_preemption_neither_loses_nor_repeats_any():
-    llm = fresh_llm(num_pages=13, max_num_seqs=4)
+    llm = fresh_llm(**PREEMPTING)
     outputs = ask(llm, PROMPTS, 2, max_tokens=12)
     assert llm.engine.counters()["preemptions"] > 0
     for output, prompt in zip(outputs, PROMPTS, strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS
+from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS, THREE_PROGRAMS
 from tests.engine.test_llm_fields import tokenizer  # noqa: F401 - a fixture
 from tests.tiny import VOCAB
 
@@ -70,8 +70,7 @@ def random_params(rng) -> dict:
 
 
 def test_b107_b48_a_storm_of_requests_compiles_nothing_and_leaves_nothing(tokenizer):  # noqa: F811
-    settings = {"max_num_batched_tokens": 128, "num_pages": 40, "max_num_seqs": 6}
-    llm = LLM.from_params(CONFIG, PARAMS, tokenizer, **DEFAULTS | settings)
+    llm = LLM.from_params(CONFIG, PARAMS, tokenizer, **DEFAULTS | THREE_PROGRAMS)
     llm.engine.compile()
     llm.generate("warm", SamplingParams(max_tokens=2), use_tqdm=False)
     programs, compiled_s = dict(llm.engine._programs), llm.engine.compile_s
