@@ -1,4 +1,4 @@
-"""The machine's matmul-read bandwidth: how fast a matrix product can stream its weights."""
+"""How fast this machine moves bytes: the weights of a matrix product, and a plain copy."""
 
 import statistics
 import time
@@ -25,3 +25,19 @@ def measure_read_bandwidth(dtype: jnp.dtype, rows: int, weight_bytes: int = 1 <<
         product(x_TD, w_FD).block_until_ready()
         times_s.append(time.perf_counter() - start)
     return w_FD.nbytes / statistics.median(times_s)
+
+
+def measure_copy_bandwidth(num_bytes: int = 1 << 31) -> float:
+    """Bytes per second, read and written, of a copy of an array of this size (median of 7)."""
+    x = jnp.zeros(num_bytes // 4, jnp.uint32)
+    y = jnp.zeros_like(x)
+    # The second array, which nobody reads, gives its place to the result.
+    copy = jax.jit(lambda x, y: x ^ 1, donate_argnums=1, keep_unused=True)
+    calls, times_s = 10, []
+    for _ in range(8):  # the first one compiles
+        start = time.perf_counter()
+        for _ in range(calls):
+            y = copy(x, y)
+        y.block_until_ready()
+        times_s.append((time.perf_counter() - start) / calls)
+    return 2 * x.nbytes / statistics.median(times_s[1:])

@@ -1,6 +1,10 @@
-"""What a benchmark's figures need to be judged: machine, versions, date, commit."""
+"""What a benchmark's figures need to be judged: machine, versions, date, commit.
+
+python scripts/machine_facts.py     # prints them as one JSON object
+"""
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -15,8 +19,6 @@ def machine_facts() -> dict:
     if info.exists():
         names = [x.partition(":")[2] for x in info.read_text().split("\n") if "model name" in x]
         cpu = names[0].strip() if names else cpu
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -24,5 +26,19 @@ def machine_facts() -> dict:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
-        "commit": commit or None,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str | None:
+    """None where there is no git, or no repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return None
+    return found or None
+
+
+if __name__ == "__main__":
+    print(json.dumps(machine_facts()))
