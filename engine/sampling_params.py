@@ -151,6 +151,13 @@ def check_integer(name: str, value: object, low: int, high: int | None, fix: str
         raise ValueError(f"{name} must be {limit}, got {value}; {fix}")
 
 
+def check_size(name: str, value: object, low: int, high: int) -> None:
+    """`high` is where arrays would be absurd; only who exceeds it wants to know of it."""
+    check_integer(name, value, low, None, "choose more")
+    if value > high:
+        raise ValueError(f"{name} must be at most {high}, got {value}; choose less")
+
+
 def check_number(
     name: str, value: object, low: float, high: float, fix: str, exclusive_low: bool = False
 ) -> None:
