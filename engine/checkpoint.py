@@ -10,7 +10,7 @@ the bit, as the one that saved it. The directory is complete or it is not there.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,14 @@ def save(
         (work / MARKER).write_text(json.dumps(marker, indent=1))
 
 
-def load(engine: Engine, directory: str | Path) -> tuple[dict[str, list[Choice]], Any]:
+def load(
+    engine: Engine, directory: str | Path, *, accept: Callable[[Requests], None] = lambda _: None
+) -> tuple[dict[str, list[Choice]], Any]:
     """Put an idle engine into the saved state: (requests by id, note).
 
-    ValueError, with the engine still idle, if the directory is damaged or another engine's. The
-    engine's own cache is given up before the saved one is read: there may be no room for both.
+    ValueError, with the engine still idle, if the directory is damaged or another engine's, or if
+    `accept` raises one: the caller's look at the requests. The engine's own cache is given up
+    before the saved one is read: there may be no room for both.
     """
     directory = Path(directory).absolute()
     if engine.has_unfinished:
@@ -82,6 +85,7 @@ def load(engine: Engine, directory: str | Path) -> tuple[dict[str, list[Choice]]
         raise ValueError("a record begins with an empty engine; load without recording")
     _check_marker(engine, directory)
     host, requests = _read_host(engine, directory)
+    accept(requests)
     arrays = _restore_arrays(engine, directory, [budget for _, budget in host["in_flight"]])
     now_s = engine.clock()
     emissions = jax.tree.map(np.asarray, arrays["in_flight"])

@@ -12,16 +12,16 @@ import secrets
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.bounds import check_request
 from engine.dispatch import Choice, Dispatch, Fork, Recorder, Sent, Snapshot, Update, make_inbox
 from engine.identity import identity
 from engine.interrupts import interrupts_held_back
@@ -40,7 +40,11 @@ from engine.step import PromptScores, StepModel, advance
 
 
 class Engine:
-    """Add requests, call `step` until `has_unfinished` is false. Not thread-safe."""
+    """Add requests, call `step` until `has_unfinished` is false. Not thread-safe.
+
+    With a `seed`, requests without one of their own draw the same tokens in every run that sends
+    the same requests in the same order.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class Engine:
         rounds: int = 4,
         overlap: bool = True,
         clock: Callable[[], float] = time.perf_counter,
+        compiler_options: Mapping[str, str] | None = None,
         recorder: Recorder | None = None,
+        seed: int | None = None,
     ):
         if not 1 <= rounds <= config.max_rounds:
             raise ValueError(f"rounds must be in 1 .. {config.max_rounds}, got {rounds}")
@@ -63,8 +69,9 @@ class Engine:
         self.model, self._params, self._cache = model, params, cache
         self._state = self.empty_state()
         self._programs: dict[int, jax.stages.Compiled] = {}
+        self._compiler_options = dict(compiler_options or {})
         self.compile_s = 0.0
-        self.clock = clock
+        self.clock, self.seed = clock, seed
         self._finished, self._steps = Finished(), Steps()
         self._next_uid = 0
         self._queue: deque[Choice] = deque()
@@ -93,6 +100,8 @@ class Engine:
 
         `bad_word_ids` spell `params.bad_words`; only requests of equal `salt` share pages.
         """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; give each request its own")
         if not isinstance(params, SamplingParams):
@@ -102,7 +111,7 @@ class Engine:
         stop_ids = stop_ids_of(
             params, self.eos_token_ids, self.limits.vocab_size, self.config.max_stop_ids
         )
-        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        seed = params.seed if params.seed is not None else self._drawn_seed()
         choices, parent = [], NO_UID
         for index in range(params.n):
             choices.append(
@@ -131,6 +140,12 @@ class Engine:
         for choice in choices:
             insort(self._queue, choice, key=lambda c: (c.priority, c.uid))
         return choices
+
+    def _drawn_seed(self) -> int:
+        """For a request that brings none: of the engine's seed and of how many came before."""
+        if self.seed is None:
+            return secrets.randbits(32)
+        return int(np.random.SeedSequence([self.seed, self._next_uid]).generate_state(1)[0])
 
     def abort(self, request_id: str) -> list[Choice]:
         """End a request now, in whatever state it is; ValueError if it is not unfinished."""
@@ -188,31 +203,9 @@ class Engine:
         self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: int = 0
     ) -> int:
         """Tokens a request may reach; ValueError if it can never run."""
-        for name, value, low in (("priority", priority, -(2**31)), ("cache_salt", salt, 0)):
-            whole = isinstance(value, Integral) and not isinstance(value, bool)
-            if not whole or not low <= value < 2**31:
-                raise ValueError(f"{name} must be an integer in {low} .. 2**31-1, got {value!r}")
-        config, length = self.config, len(prompt_ids)
-        if not prompt_ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        for token in prompt_ids:
-            if not 0 <= token < self.limits.vocab_size:
-                raise ValueError(f"token id {token} is outside 0 .. {self.limits.vocab_size - 1}")
-        if length + 1 > config.max_model_len:
-            raise ValueError(
-                f"the prompt has {length} tokens; with one to generate that exceeds max_model_len "
-                f"{config.max_model_len}; shorten it or raise max_model_len"
-            )
-        max_tokens = params.max_tokens or config.max_model_len
-        max_len = min(length + max_tokens, config.max_model_len)
-        need = -(-(max_len - 1) // config.page_size)
-        if need > config.num_pages - 1:
-            raise ValueError(
-                f"{length} prompt and {max_len - length} output tokens need {need} pages of "
-                f"{config.page_size}, the pool has {config.num_pages - 1}; use more pages, a "
-                "shorter prompt or a smaller max_tokens"
-            )
-        return max_len
+        return check_request(
+            self.config, self.limits, prompt_ids, params, priority=priority, salt=salt
+        )
 
     # ---- dispatch ------------------------------------------------------------------------------
 
@@ -253,7 +246,11 @@ class Engine:
     def _program(self, budget: int) -> jax.stages.Compiled:
         if budget not in self._programs:
             start = self.clock()
-            step = jax.jit(self._step(budget), donate_argnums=(1, 2))
+            step = jax.jit(
+                self._step(budget),
+                donate_argnums=(1, 2),
+                compiler_options=self._compiler_options,
+            )
             lowered = step.lower(*self._arguments(budget))
             self._programs[budget] = lowered.compile()
             self.compile_s += self.clock() - start
@@ -319,8 +316,6 @@ class Engine:
 
     def _collect(self, sent: Sent) -> list[Update]:
         emitted = sent.emitted
-        if self.recorder is not None:
-            self.recorder.returned(emitted)
         token_QR, uid_QR, reason_QR = map(
             np.asarray, (emitted.token_R, emitted.uid_R, emitted.reason_R)
         )
@@ -348,6 +343,8 @@ class Engine:
                 news.setdefault(choice.uid, Update(choice, 0))
                 del self._out[choice.uid]
                 self._close(choice, REASONS[reason_QR[q, r]])
+        if self.recorder is not None:  # last: a full disk costs the record, not the tokens
+            self.recorder.returned(emitted)
         return list(news.values())
 
     def _prompts_asked(self) -> bool:

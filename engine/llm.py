@@ -17,7 +17,7 @@ from engine.outputs import RequestOutput
 from engine.platform import enable_compilation_cache, resolve_dtype
 from engine.recording import FileRecorder
 from engine.sampling_params import SamplingParams
-from engine.sampling_rows import SamplingLimits, bad_word_ids_of
+from engine.sampling_rows import bad_word_ids_of
 from engine.text import RequestText
 from engine.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint.load import load_model
@@ -74,7 +74,7 @@ class LLM:
     ) -> None:
         self.model_config, self.tokenizer = config, tokenizer
         dtype = params.embed_VD.dtype
-        limits = SamplingLimits(vocab_size=config.vocab_size, max_logprobs=args.max_logprobs)
+        sizes, limits = args.engine_config(config, dtype), args.sampling_limits(config)
         recorder = None
         if args.record is not None:
             about = {"model": name, "dtype": dtype.name, "attention_impl": args.attention_impl}
@@ -83,13 +83,14 @@ class LLM:
         self.engine = network_engine(
             config,
             params,
-            args.engine_config(config, dtype),
+            sizes,
             limits,
             args.attention_impl,
             eos_token_ids=sorted(eos),
             rounds=args.steps_per_dispatch,
             overlap=args.overlap,
             recorder=recorder,
+            seed=args.seed,
         )
         self._next_request = 0
         self._open: dict[str, RequestText] = {}  # whose last output nobody has been given yet
@@ -136,8 +137,9 @@ class LLM:
         """Answer one conversation or several; `template` goes to the chat template."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer with a chat template")
-        several = not messages or not isinstance(messages[0], Mapping)
-        conversations = messages if several else [messages]
+        messages = _conversation(messages)
+        several = not all(isinstance(m, Mapping) for m in messages)
+        conversations = [_conversation(m) for m in messages] if several else [messages]
         prompts = [self.tokenizer.encode_chat(m, **template) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -156,12 +158,20 @@ class LLM:
         """
         if self._open:
             raise ValueError("outputs of a stream are still to be read; read or close it first")
-        choices, note = checkpoint.load(self.engine, path)
+        choices, note = checkpoint.load(self.engine, path, accept=self._check_resumed)
         self._next_request = note["next_request"]
         self._open = {
             id_: self._request(prompt, choices[id_]) for id_, prompt in note["prompts"].items()
         }
         return Stream(self, dict(self._open))
+
+    def _check_resumed(self, requests: checkpoint.Requests) -> None:
+        for request_id, choices in requests.items():
+            if choices[0].params.stop and self.tokenizer is None:
+                raise ValueError(
+                    f"request {request_id} has stop strings, which need a tokenizer; resume with "
+                    "the one it was saved with"
+                )
 
     def beam_search(
         self,
@@ -244,7 +254,11 @@ class LLM:
         choices = self.engine.add_request(
             request_id, ids, params, priority=priority, salt=salt, bad_word_ids=bad_words
         )
-        self._open[request_id] = self._request(text, choices)
+        try:
+            self._open[request_id] = self._request(text, choices)
+        except BaseException:  # the tokenizer is the caller's, and may do anything
+            self.engine.abort(request_id)
+            raise
         return self._open[request_id]
 
     def _request(self, prompt: str | None, choices: Sequence[Choice]) -> "RequestText":
@@ -319,6 +333,12 @@ class Stream(Iterator):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _conversation(messages: Any) -> list:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise TypeError(f"messages must be a list of mappings, or of such lists, got {messages!r}")
+    return list(messages)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import platformdirs
 
 from pallas_kernels.chips import Chip, chip_of_device
 
@@ -47,22 +46,30 @@ def min_matmul_rows(dtype: jnp.dtype) -> int:
     return 2 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else 1
 
 
-def free_memory_bytes() -> int:
-    """Memory one device has left: as the accelerator reports it, or the host's available RAM."""
+def free_memory_bytes() -> int | None:
+    """Memory one device has left: as the accelerator reports it, or the host's available RAM.
+
+    None where neither can be told.
+    """
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ValueError("cannot tell how much memory is free here; give the number of pages instead")
+    return None
 
 
 def enable_compilation_cache(directory: Path | None = None) -> Path:
     """Keep compiled programs on disk (user cache directory), for every later process."""
-    path = directory or Path(platformdirs.user_cache_dir("pallasite")) / "compiled"
-    path.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    if directory is None:
+        # Imported here: only what is kept needs to know where caches are.
+        import platformdirs
+
+        directory = Path(platformdirs.user_cache_dir("pallasite")) / "compiled"
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return path
+    return directory

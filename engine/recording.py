@@ -18,11 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from engine.bounds import MAX_INT32, check_choice
 from engine.choice_json import decode_request, dumps, encode_request
 from engine.dispatch import Dispatch, Fork
+from engine.sampling_params import check_integer
 from engine.sampling_rows import SamplingLimits
 from engine.schedule import Emission
-from engine.state import NO_UID, EngineConfig
+from engine.state import NO_TOKEN, NO_UID, REASONS, EngineConfig
 
 FORMAT = 1
 
@@ -108,8 +110,8 @@ def read_record(path: str | Path) -> Record:
         record = Record(
             dict(header["about"]),
             identity,
-            header["versions"],
-            header["device"],
+            dict(header["versions"]),
+            str(header["device"]),
             EngineConfig(**identity["engine"]),
             SamplingLimits(**identity["limits"]),
             [],
@@ -121,29 +123,48 @@ def read_record(path: str | Path) -> Record:
             value = json.loads(lines[number - 1])
             arrivals = [decode_request(request, 0.0) for request in value["arrivals"]]
             forks = [Fork(*fork) for fork in value["forks"]]
-            dispatch = Dispatch(arrivals, value["aborts"], value["rounds"], value["budget"], forks)
-            uids |= {choice.uid for choice in arrivals}
-            _check(dispatch, record.config)
+            aborts = list(value["aborts"])
+            dispatch = Dispatch(arrivals, aborts, value["rounds"], value["budget"], forks)
+            _check(dispatch, record.config, record.limits, uids)
             record.dispatches.append(dispatch)
-            record.emitted.append([_event(event, uids) for event in value["emitted"]])
+            events = [_event(event, record.config, uids) for event in value["emitted"]]
+            record.emitted.append(events)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}, is no line of a record: {error!r}") from error
     return record
 
 
-def _check(dispatch: Dispatch, config: EngineConfig) -> None:
-    """What an engine relies on."""
-    tokens = sum(len(choice.prompt_ids) for choice in dispatch.arrivals)
-    room = len(dispatch.arrivals) <= config.inbox_size and tokens <= config.inbox_tokens
-    room &= len(dispatch.aborts) <= config.inbox_size and len(dispatch.forks) <= config.max_num_seqs
+def _check(
+    dispatch: Dispatch, config: EngineConfig, limits: SamplingLimits, uids: set[int]
+) -> None:
+    """What an engine relies on. `uids` are those that have arrived; this dispatch's are added."""
+    arrivals, aborts, forks = dispatch.arrivals, dispatch.aborts, dispatch.forks
+    tokens = sum(len(choice.prompt_ids) for choice in arrivals)
+    room = len(arrivals) <= config.inbox_size and tokens <= config.inbox_tokens
+    room &= len(aborts) <= config.inbox_size and len(forks) <= config.max_num_seqs
     if not room:
         raise ValueError("more arrivals, aborts or forks than the engine's inbox holds")
-    if not 1 <= dispatch.budget <= config.token_budget or dispatch.rounds < 1:
-        raise ValueError(f"{dispatch.rounds} rounds with a budget of {dispatch.budget}")
+    check_integer("rounds", dispatch.rounds, 1, config.max_rounds, "as the engine was set up")
+    check_integer("budget", dispatch.budget, 1, config.token_budget, "as the engine was set up")
+    for uid in (*aborts, *(fork.to_uid for fork in forks), *(fork.from_uid for fork in forks)):
+        check_integer("a uid to abort or fork", uid, 0, MAX_INT32, "as it was sent")
+        if uid not in uids:
+            raise ValueError(f"uid {uid} is to abort or fork, but has not arrived before")
+    for fork in forks:
+        check_integer("length of a fork", fork.length, 1, config.max_model_len, "as it was sent")
+        check_integer("token of a fork", fork.token, NO_TOKEN, limits.vocab_size - 1, "as sent")
+    for choice in arrivals:
+        check_choice(config, limits, choice)
+        if choice.uid in uids or (choice.parent_uid != NO_UID and choice.parent_uid not in uids):
+            raise ValueError(f"uid {choice.uid} came before, or its parent {choice.parent_uid} not")
+        uids.add(choice.uid)
 
 
-def _event(values: Iterable[int], uids: set[int]) -> Event:
+def _event(values: Iterable[int], config: EngineConfig, uids: set[int]) -> Event:
     q, uid, token, reason = values
     if uid not in uids:
         raise ValueError(f"a token of request {uid}, which never arrived")
+    check_integer("round of a token", q, 0, config.max_rounds - 1, "as it was written")
+    check_integer("token", token, NO_TOKEN, MAX_INT32, "as it was written")
+    check_integer("reason of a token", reason, 0, len(REASONS) - 1, "as it was written")
     return q, uid, token, reason

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from flax import struct
 
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_TOKEN_ID, SamplingParams, check_integer, check_size
 
 NO_ID = -1  # fills lists of token ids
 NO_LOGPROBS = -1
+MAX_LISTED = 2**20  # capacities beyond it exceed any vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,15 @@ class SamplingLimits:
     max_bad_word_len: int = 8
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
-        for name in ("max_logprobs", "max_logit_bias", "max_allowed_ids"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.max_bad_words < 0 or self.max_bad_word_len < 1:
-            raise ValueError(
-                f"max_bad_words {self.max_bad_words} must be at least 0 and max_bad_word_len "
-                f"{self.max_bad_word_len} at least 1"
-            )
+        for name, low, high in (
+            ("vocab_size", 1, MAX_TOKEN_ID),
+            ("max_logprobs", 0, MAX_LISTED),
+            ("max_logit_bias", 0, MAX_LISTED),
+            ("max_allowed_ids", 0, MAX_LISTED),
+            ("max_bad_words", 0, 1024),
+            ("max_bad_word_len", 1, 1024),
+        ):
+            check_size(name, getattr(self, name), low, high)
 
 
 @struct.dataclass
@@ -174,7 +174,7 @@ def bad_word_ids_of(
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int, capacity: int | None) -> None:
     for token in ids:
-        if token >= vocab_size:
+        if not 0 <= token < vocab_size:
             raise ValueError(f"{name} holds token id {token}, outside 0 .. {vocab_size - 1}")
     if capacity is not None:
         _check_count(
@@ -192,6 +192,12 @@ def _check_count(name: str, count: int, capacity: int, setting: str) -> None:
 def _check_bad_words(words: Sequence[Sequence[int]], limits: SamplingLimits) -> None:
     _check_count("bad_words (spellings)", len(words), limits.max_bad_words, "max_bad_words")
     for word in words:
-        _check_ids("bad_words", word, limits.vocab_size, None)
+        if isinstance(word, str | bytes) or not isinstance(word, Sequence):
+            raise TypeError(f"a bad word must be a list of token ids, got {word!r}")
+        if not word:
+            raise ValueError("a bad word has no tokens; leave it out")
+        most = limits.vocab_size - 1
+        for token in word:
+            check_integer("a token id of bad_words", token, 0, most, "use ids of the vocabulary")
         name = "a bad word (tokens)"
         _check_count(name, len(word), limits.max_bad_word_len, "max_bad_word_len")
