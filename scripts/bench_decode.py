@@ -1,7 +1,7 @@
 """Decode speed against the machine's matmul-read bound and against HF transformers.
 
-Every repetition times each engine in turn on the same work (greedy, fixed number of new tokens,
-random prompts), so that noise meets all of them alike; medians are reported. The peer runs in its
+Every repetition measures the bandwidth and times each engine in turn on the same work (greedy,
+fixed number of new tokens, random prompts), so that noise meets all alike; medians are reported. The peer runs in its
 own process, because its Python may be another one:
 
     .venv/bin/python scripts/bench_decode.py --peer-python .venv-parity/bin/python
@@ -105,8 +105,12 @@ def main() -> None:
     peer = Peer(args.peer_python, path) if args.peer_python else None
     rng = np.random.default_rng(0)
     times: dict[tuple, list[float]] = {}
+    bandwidths: dict[str, list[float]] = {name: [] for name in DTYPES}
     rounds = tqdm(range(args.repeats + 1), desc="rounds", file=sys.stderr)
     for round_index in rounds:  # the first one compiles and warms
+        for name, measured in bandwidths.items():
+            dtype = resolve_dtype(name)
+            measured.append(measure_read_bandwidth(dtype, min_matmul_rows(dtype)))
         for batch in args.batches:
             prompts = rng.integers(10, config.vocab_size, (batch, args.prompt_tokens))
             for dtype in DTYPES:
@@ -118,10 +122,7 @@ def main() -> None:
                 if round_index:
                     for key, value in record:
                         times.setdefault(key, []).append(value)
-    bandwidth = {
-        name: measure_read_bandwidth(resolve_dtype(name), min_matmul_rows(resolve_dtype(name)))
-        for name in DTYPES
-    }
+    bandwidth = {name: statistics.median(measured[1:]) for name, measured in bandwidths.items()}
     if peer:
         peer.close()
     rows = report(args, made, times, bandwidth)

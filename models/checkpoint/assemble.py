@@ -19,6 +19,7 @@ import numpy as np
 from einops import rearrange
 from tqdm import tqdm
 
+from models.checkpoint.host_memory import HostRegion
 from models.checkpoint.tensors import TensorStore
 from models.families.family import Source, Sources
 from models.params import Param, flatten, size_bytes, unflatten
@@ -57,6 +58,8 @@ def load_params(
         by_tensor.setdefault(sources[path].name, []).append(path)
     leaves: dict[str, jax.Array] = {}
     total_bytes = size_bytes(declaration, dtype)
+    on_cpu = shardings is None and jax.default_backend() == "cpu"
+    region = HostRegion(total_bytes, len(params)) if on_cpu else None
     with tqdm(
         total=total_bytes,
         desc="loading",
@@ -70,7 +73,8 @@ def load_params(
             for path in by_tensor[name]:
                 param = params[path]
                 host = apply_source(sources[path], stored, param, param.resolve_dtype(dtype))
-                # On CPU the array may take the host buffer over, which nobody else holds.
+                if region is not None:
+                    host = region.put(host)  # the array takes it over
                 leaf = jax.device_put(host, placement.get(path))
                 leaves[path] = leaf.block_until_ready()
                 bar.update(leaf.nbytes)
