@@ -1,8 +1,8 @@
 """Decode speed against the machine's matmul-read bound and against HF transformers.
 
 Every repetition measures the bandwidth and times each engine in turn on the same work (greedy,
-fixed number of new tokens, random prompts), so that noise meets all alike; medians are reported. The peer runs in its
-own process, because its Python may be another one:
+fixed number of new tokens, random prompts), so that noise meets all alike; medians are reported.
+The peer runs in its own process, because its Python may be another one:
 
     .venv/bin/python scripts/bench_decode.py --peer-python .venv-parity/bin/python
 """
