@@ -1,17 +1,16 @@
 """Ragged paged attention on an NVIDIA GPU with Pallas' Triton backend (Ampere and later).
 
-A slot's new tokens are cut into tiles, and a tile's keys into parts where few tokens meet many
-keys; `plan` writes the list of these units. It depends on lengths and window alone, so that the
-layers of a step share one. Per layer there is one kernel call for slots with few new tokens (decode
-and verification), one for the others where there can be any (chunks of a prompt), and `combine`,
-which sums up the split slots and clears rows that nobody owns.
+`gpu_plan` lists the units of work once for all layers of a step. Per layer there is one kernel call
+for slots with few new tokens (decode and verification), one for the others where there can be any
+(chunks of a prompt), and `combine`, which sums up the split slots and clears rows that nobody owns.
 
 Invariant: how a slot is cut depends on its own lengths and on static facts only.
 
-Letters beside those of the contract: W units, Q tokens of a tile.
+Letters beside those of the contract: W units, Q tokens of a tile, R rows of a tile.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.chips import Chip
+from pallas_kernels.paged_attention.gpu_plan import plan_rows, plan_units
 from pallas_kernels.paged_attention.gpu_triton_kernel import Plan, attention, combine
 from pallas_kernels.paged_attention.gpu_triton_sizes import (
     Sizes,
@@ -32,7 +32,7 @@ HEAD_DIMS = (16, 256)
 PAGE_SIZES = (8, 256)
 Q_DTYPES = ("bfloat16", "float16", "float32")
 KV_DTYPES = (*Q_DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
-COMBINE = Sizes(queries=1, rows=1, keys=1, warps=4, stages=1)
+COMBINE = Sizes(queries=1, rows=1, keys=1, warps=4, stages=0)
 FLOAT8_FROM = (8, 9)  # compute capability that converts float8
 
 
@@ -67,76 +67,18 @@ def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
     return None
 
 
-def _of_slot(a_S: jax.Array, slot_X: jax.Array) -> jax.Array:
-    return a_S.at[slot_X].get(mode="fill", fill_value=0)
-
-
-def plan_units(
-    q_start_S, q_len_S, kv_len_S, mine_S, sizes: Sizes, window: int | None, num_units: int
-) -> tuple[jax.Array, ...]:
-    """units_W8 of the slots in `mine_S`, their number [1], and first unit and parts of each slot.
-
-    A part may have no keys. Entries from the number on are unspecified.
-    """
-    Q, B = sizes.queries, sizes.keys
-
-    def block_range(position, tokens):
-        first = 0 if window is None else jnp.maximum(position - window + 1, 0)
-        return first // B, jnp.maximum(position + tokens + B - 1, 0) // B
-
-    begin_S, end_S = block_range(kv_len_S - q_len_S, q_len_S)
-    wanted_S = ((end_S - begin_S) * B + sizes.part_keys - 1) // sizes.part_keys
-    parts_S = jnp.clip(wanted_S, 1, sizes.parts)
-    units_S = jnp.where(mine_S, (q_len_S + Q - 1) // Q, 0) * parts_S
-    s_S = jnp.arange(units_S.shape[0], dtype=jnp.int32)
-    # A sum over earlier slots: one kernel, where cumsum would be several.
-    first_unit_S = jnp.sum(jnp.where(s_S < s_S[:, None], units_S, 0), axis=1, dtype=jnp.int32)
-
-    u_W = jnp.arange(num_units, dtype=jnp.int32)
-    slot_W = jnp.sum(u_W[:, None] >= first_unit_S + units_S, axis=1, dtype=jnp.int32)
-    parts_W = jnp.maximum(_of_slot(parts_S, slot_W), 1)
-    i_W = u_W - _of_slot(first_unit_S, slot_W)
-    token_W = i_W // parts_W * Q
-    tokens_W = jnp.clip(_of_slot(q_len_S, slot_W) - token_W, 0, Q)
-    position_W = _of_slot(kv_len_S - q_len_S, slot_W) + token_W
-    begin_W, end_W = block_range(position_W, tokens_W)
-    step_W = (end_W - begin_W + parts_W - 1) // parts_W
-    begin_W = begin_W + i_W % parts_W * step_W
-    columns = (
-        slot_W,
-        _of_slot(q_start_S, slot_W) + token_W,
-        tokens_W,
-        position_W,
-        begin_W,
-        jnp.minimum(end_W, begin_W + step_W),
-        parts_W,
-        jnp.zeros_like(u_W),
-    )
-    return jnp.stack(columns, axis=1), jnp.sum(units_S, keepdims=True), first_unit_S, parts_S
-
-
-def plan_rows(q_start_S, q_len_S, mine_S, first_unit_S, parts_S, num_rows: int) -> jax.Array:
-    """rows_T4: for each row its first unit, parts and index in the tile; see `Row`."""
-    t_T = jnp.arange(num_rows, dtype=jnp.int32)
-    owns_ST = (q_start_S[:, None] <= t_T) & (t_T < (q_start_S + q_len_S)[:, None])
-    slot_T = jnp.argmax(owns_ST, axis=0)
-    parts_T = jnp.where(_of_slot(mine_S, slot_T), _of_slot(parts_S, slot_T), 1)
-    parts_T = jnp.where(jnp.any(owns_ST, axis=0), parts_T, 0)
-    token_T = t_T - _of_slot(q_start_S, slot_T)
-    unit_T = _of_slot(first_unit_S, slot_T)
-    return jnp.stack([unit_T, parts_T, token_T, jnp.zeros_like(t_T)], axis=1)
-
-
 def _call(kernel, grid, operands, outputs, o_TNH, sizes: Sizes, interpret: bool):
     """All arrays stay in global memory; the first output takes the place of `o_TNH` if given."""
     aliases = {} if o_TNH is None else {len(operands): 0}
     operands = [*operands, *(() if o_TNH is None else (o_TNH,))]
+    # Triton's pipeline holds page ids as long before the keys as these before they are used.
+    num_stages = 2 * sizes.stages + 1
     return pl.pallas_call(
         kernel,
         out_shape=outputs,
         grid=grid,
         input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=num_stages),
         interpret=interpret,
     )(*operands)
 
@@ -161,14 +103,35 @@ def _attend_units(arrays, units_W8, count_1, o_TNH, spec: KernelSpec, sizes: Siz
     )
     outputs = [jax.ShapeDtypeStruct((spec.num_rows, N, spec.head_dim), spec.q_dtype)]
     if split:
-        outputs.append(jax.ShapeDtypeStruct((num_units, Q, N, spec.head_dim), jnp.float32))
-        outputs.append(jax.ShapeDtypeStruct((num_units, Q, N), jnp.float32))
+        rows_WKR = (num_units, spec.num_kv_heads, Q * group)
+        outputs.append(jax.ShapeDtypeStruct((*rows_WKR, spec.head_dim), jnp.float32))
+        outputs.append(jax.ShapeDtypeStruct(rows_WKR, jnp.float32))
     grid = (
         min(sizes.programs or num_units, num_units),
         spec.num_kv_heads * -(-Q * group // sizes.rows),
     )
     kernel = functools.partial(attention, plan=plan)
     return _call(kernel, grid, [units_W8, count_1, *arrays], outputs, o_TNH, sizes, **how)
+
+
+def sum_parts(
+    rows_T4: jax.Array,
+    parts: Sequence[jax.Array],
+    sinks_N: jax.Array | None,
+    o_TNH: jax.Array,
+    spec: KernelSpec,
+    interpret: bool,
+) -> jax.Array:
+    """o_TNH with rows that nobody owns cleared and, where slots may be split, theirs summed up from
+    `parts`: part_WKRH and log_WKR, which may have more rows."""
+    kernel = functools.partial(
+        combine, lanes=lanes_of(spec), group=spec.num_heads // spec.num_kv_heads
+    )
+    operands = [rows_T4, *parts, *([sinks_N] if parts and spec.sinks else [])]
+    output = jax.ShapeDtypeStruct(o_TNH.shape, o_TNH.dtype)
+    grid = (spec.num_rows, spec.num_heads)
+    (o_TNH,) = _call(kernel, grid, operands, [output], o_TNH, COMBINE, interpret)
+    return o_TNH
 
 
 def attend(
@@ -199,7 +162,7 @@ def attend(
         scale=scale, max_q_len=max_q_len, window=window, softcap=softcap,
         sinks_N=sinks_N, kv_scale_2K=kv_scale_2K,
     )  # fmt: skip
-    T, N, _ = q_TNH.shape
+    T = spec.num_rows
     few, *chunks = sizes or default_sizes(spec, chip)
     per_head = [a for a in (sinks_N, kv_scale_2K) if a is not None]
     arrays = [q_TNH, kv_pages, page_table_SM, *per_head]
@@ -207,21 +170,12 @@ def attend(
 
     mine_S = (q_len_S > 0) & (q_len_S <= few.queries)
     num_units = spec.num_slots * few.parts
-    units_W8, count_1, *parts = plan_units(*lengths, mine_S, few, window, num_units)
-    rows_T4 = plan_rows(q_start_S, q_len_S, mine_S, *parts, T)
+    units_W8, count_1, *cuts = plan_units(*lengths, mine_S, mine_S, few, window, num_units)
+    rows_T4 = plan_rows(q_start_S, q_len_S, mine_S, *cuts, few.queries, T)
     o_TNH, *parts = _attend_units(arrays, units_W8, count_1, None, spec, few, interpret=interpret)
     for chunk in chunks:
         mine_S, Q = q_len_S > few.queries, chunk.queries
         num_units = min(spec.num_slots * -(-min(max_q_len, T) // Q), spec.num_slots + T // Q)
-        units_W8, count_1, *_ = plan_units(*lengths, mine_S, chunk, window, num_units)
+        units_W8, count_1, *_ = plan_units(*lengths, mine_S, mine_S, chunk, window, num_units)
         (o_TNH,) = _attend_units(arrays, units_W8, count_1, o_TNH, spec, chunk, interpret=interpret)
-    (o_TNH,) = _call(
-        functools.partial(combine, lanes=lanes_of(spec)),
-        (T, N),
-        [rows_T4, *parts, *([sinks_N] if parts and spec.sinks else [])],
-        [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)],
-        o_TNH,
-        COMBINE,
-        interpret,
-    )
-    return o_TNH
+    return sum_parts(rows_T4, parts, sinks_N, o_TNH, spec, interpret)

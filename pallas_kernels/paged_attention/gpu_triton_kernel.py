@@ -5,11 +5,11 @@ head. Program (p, k) takes the units p, p + P, .. of head k, so that a grid as l
 all of them. The M rows of a matmul are (token, head of the group), so that several new tokens cost
 what one does as long as they fit.
 
-units_W8     per unit its tile and blocks, see `Unit`; count_1 how many there are
+units_W8     per unit its tile and blocks, see `gpu_plan.Unit`; count_1 how many there are
 q_TNH, o_TNH queries and outputs of all slots
 kv_P2KCH     page pool, read in place: a position's page comes from table_SM
-part_WQNH    of split slots: output of one unit's keys alone, float32, and
-log_WQN      log2 of the sum of its weights; `combine` weighs the parts with it
+part_WKRH    of split slots: output of one unit's keys alone, float32, and
+log_WKR      log2 of the sum of its weights; `combine` weighs the parts with it
 
 Scores, running maximum and sum (Milakov and Gimelshein 2018) and output are float32; scores are in
 units of log2, so that a weight is one exp2.
@@ -17,41 +17,23 @@ units of log2, so that a weight is one exp2.
 Invariant: loads are masked by the tile's first and last visible position and give 0 elsewhere, page
 table entries included: memory that must not matter is not read.
 
-Letters beside those of the contract: W units, M rows of a matmul, B keys of a block, E parts.
+Letters beside those of the contract: W units, R rows of a tile, M of them in a matmul, B keys of a
+block, E parts.
 """
 
 import math
 from dataclasses import dataclass
-from enum import IntEnum
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.paged_attention.gpu_plan import Row, Unit
+
 LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 PARTS = 16  # of a slot, summed at once
-
-
-class Unit(IntEnum):
-    """Columns of units_W8; the eighth is padding."""
-
-    SLOT = 0
-    ROW = 1  # of the tile's first token in q
-    TOKENS = 2
-    POSITION = 3  # of the tile's first token
-    BEGIN = 4  # blocks of keys
-    END = 5
-    PARTS = 6  # units that share this tile
-
-
-class Row(IntEnum):
-    """Columns of rows_T4; the fourth is padding."""
-
-    UNIT = 0  # first of the units that share the row
-    PARTS = 1  # how many; 0 if no slot owns the row
-    TOKEN = 2  # index within the tile
 
 
 @dataclass(frozen=True)
@@ -168,8 +150,8 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
             @pl.when(parts > 1)
             def _():
                 log_M = jnp.where(sum_M == 0, -jnp.inf, max_M + jnp.log(sum_M) * LOG2E)
-                plgpu.store(part_ref.at[u, token_M[:, None], n_M[:, None], h_1H], o_MH, mask=own_MH)
-                plgpu.store(log_ref.at[u, token_M, n_M], log_M, mask=own_M)
+                plgpu.store(part_ref.at[u, k, r_M[:, None], h_1H], o_MH, mask=own_MH)
+                plgpu.store(log_ref.at[u, k, r_M], log_M, mask=own_M)
 
         return carry
 
@@ -177,12 +159,13 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
     lax.fori_loop(0, trips, attend_unit, 0)
 
 
-def combine(rows_ref, *refs, lanes: int):
+def combine(rows_ref, *refs, lanes: int, group: int):
     """Grid (T, N): zeros where no slot owns the row, and the weighed sum of a row's parts, if there
     are slots with parts: then part_ref, log_ref and, with sinks, sinks_ref are among `refs`."""
     *part_refs, _, o_ref = refs
     t, n = pl.program_id(0), pl.program_id(1)
     unit, parts, token = (rows_ref[t, c] for c in Row)
+    k, r = lax.div(n, group), token * group + lax.rem(n, group)
     h_H = jnp.arange(lanes)
     real_H = h_H < o_ref.shape[2]
 
@@ -200,9 +183,9 @@ def combine(rows_ref, *refs, lanes: int):
             max_, sum_, o_H = carry
             e_E = i * PARTS + jnp.arange(PARTS)
             real_E = e_E < parts
-            log_E = plgpu.load(log_ref.at[unit + e_E, token, n], mask=real_E, other=-jnp.inf)
+            log_E = plgpu.load(log_ref.at[unit + e_E, k, r], mask=real_E, other=-jnp.inf)
             part_EH = plgpu.load(
-                part_ref.at[(unit + e_E)[:, None], token, n, h_H[None, :]],
+                part_ref.at[(unit + e_E)[:, None], k, r, h_H[None, :]],
                 mask=real_E[:, None] & real_H[None, :],
                 other=0.0,
             )

@@ -31,7 +31,7 @@ class Sizes:
     part_keys: int = 256  # fewer are not split off
     programs: int | None = None  # per KV head; None: one per unit
     warps: int = 4
-    stages: int = 3  # blocks in flight
+    stages: int = 2  # blocks in flight
 
 
 def power_of_two(n: int) -> int:
@@ -53,7 +53,7 @@ def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
 def _block(spec: KernelSpec, sizes: Sizes, most_keys: int, budget_bytes: int) -> Sizes:
     """As many keys in flight as fit into the budget."""
     for keys in (64, 32, 16):
-        for stages in (4, 3, 2):
+        for stages in (3, 2):
             each = replace(sizes, keys=keys, stages=stages)
             if keys <= most_keys and shared_bytes(spec, each) <= budget_bytes:
                 return each
@@ -78,7 +78,7 @@ def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
         rows, warps = rows // 2, max(4, warps // 2)
 
 
-def _parts(spec: KernelSpec, queries: int, chip: Chip) -> tuple[int, int]:
+def parts_of(spec: KernelSpec, queries: int, chip: Chip) -> tuple[int, int]:
     """Most parts of a slot and fewest keys of one: enough units for all SMs, several times where
     there are many slots, since their lengths differ."""
     pairs = spec.num_slots * spec.num_kv_heads
@@ -95,7 +95,7 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     chunks = most > FEW_QUERIES
     queries = max(1, FEWEST_ROWS // group) if chunks else most
     rows = min(MOST_ROWS, max(FEWEST_ROWS, power_of_two(queries * group)))
-    parts, part_keys = _parts(spec, queries, chip)
+    parts, part_keys = parts_of(spec, queries, chip)
     row_tiles = math.ceil(queries * group / rows)
     programs = -(-2 * chip.cores // (spec.num_kv_heads * row_tiles))
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)

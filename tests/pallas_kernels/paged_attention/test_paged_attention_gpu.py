@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.chips import CHIPS
-from pallas_kernels.paged_attention import gpu_triton
 from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, make_inputs
+from pallas_kernels.paged_attention.gpu_plan import plan_units
 from pallas_kernels.paged_attention.gpu_triton_sizes import Sizes
 from pallas_kernels.paged_attention.layout import pages_shape
 from pallas_kernels.paged_attention.spec import tolerance
@@ -111,9 +111,8 @@ def test_plan_has_a_unit_for_every_key_of_every_token():
     )
     for window, parts in ((None, 1), (None, 4), (33, 3)):
         sizes = Sizes(4, 16, 16, parts, 40)
-        plan = gpu_triton.plan_units(
-            q_start_S, q_len_S, kv_len_S, jnp.ones(4, bool), sizes, window, 64
-        )
+        every_S = jnp.ones(4, bool)
+        plan = plan_units(q_start_S, q_len_S, kv_len_S, every_S, every_S, sizes, window, 64)
         units_W8, count_1 = np.asarray(plan[0]), int(plan[1][0])
         seen = {}
         for slot, row, tokens, _, begin, end, shared, _ in units_W8[:count_1]:

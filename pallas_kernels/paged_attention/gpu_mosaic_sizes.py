@@ -1,0 +1,71 @@
+"""Sizes of the Mosaic GPU kernel, by formula from the call's static facts and the chip's.
+
+Lengths are no input: how a slot is split depends on its own length and on static facts only, so
+that a slot's neighbours change no bit of its output.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from pallas_kernels.chips import Chip
+from pallas_kernels.paged_attention.gpu_triton_sizes import FEW_QUERIES, parts_of
+from pallas_kernels.paged_attention.spec import KernelSpec
+
+ROWS = 64  # of a warpgroup's matmul
+KEYS = 64  # of a block
+MOST_STAGES = 8
+RESERVED_BYTES = 4096  # barriers, sums across warps, alignment
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one kernel call; results do not depend on them beyond rounding."""
+
+    queries: int  # new tokens of a unit
+    tiles: int  # consumers that share a unit, each with up to ROWS rows
+    streams: int  # units that an SM works on at once, each with its own ring
+    stages: int  # buffers of a ring; one holds a block's keys or its values
+    programs: int  # SMs
+    split_queries: int  # slots with more new tokens are not split
+    parts: int = 1  # most parts of a tile
+    part_keys: int = 256  # fewer are not split off
+    keys: int = KEYS  # of a block
+
+    @property
+    def tile_queries(self) -> int:
+        return self.queries // self.tiles
+
+    @property
+    def warpgroups(self) -> int:
+        return self.streams * (1 + self.tiles)
+
+
+def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
+    """Shared memory of one SM: per consumer queries or outputs, weights and logarithms; rings."""
+    itemsize = jnp.dtype(spec.kv_dtype).itemsize
+    consumer = ROWS * (4 * spec.head_dim + KEYS * itemsize + 4)
+    ring = sizes.stages * KEYS * spec.head_dim * itemsize
+    return sizes.streams * (sizes.tiles * consumer + ring) + RESERVED_BYTES
+
+
+def default_sizes(spec: KernelSpec, chip: Chip) -> Sizes:
+    """Decode: one consumer per ring, and two rings where they fit. Chunks: two consumers share."""
+    group = spec.num_heads // spec.num_kv_heads
+    most, fit = min(spec.max_q_len, spec.num_rows), ROWS // group
+    chunks = most > FEW_QUERIES
+    split_queries = min(fit, FEW_QUERIES) if chunks else most
+    parts, part_keys = parts_of(spec, split_queries, chip)
+    sizes = Sizes(
+        queries=2 * fit if chunks else min(fit, most),
+        tiles=2 if chunks else 1,
+        streams=2 if spec.head_dim <= 128 and not chunks else 1,
+        stages=0,
+        programs=chip.cores,
+        split_queries=split_queries,
+        parts=parts,
+        part_keys=part_keys,
+    )
+    left = chip.shared_memory_bytes - shared_bytes(spec, sizes)
+    buffer = sizes.streams * KEYS * spec.head_dim * jnp.dtype(spec.kv_dtype).itemsize
+    return replace(sizes, stages=min(MOST_STAGES, left // buffer))
