@@ -1,4 +1,8 @@
-"""A tiny model for tests: 2 layers, width 64, 4 query and 2 key/value heads, spread-out logits."""
+"""A tiny model for tests: 2 layers, width 64, 4 query and 2 key/value heads, spread-out logits; and
+a tokenizer of as many tokens."""
+
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +12,7 @@ from models.model import ModelParams, declare
 from models.params import init
 
 VOCAB = 97
+SPECIAL = VOCAB - 1  # the id of <special>
 
 
 def tiny_config(*, num_layers: int = 2, max_position: int = 512, **attention) -> ModelConfig:
@@ -35,3 +40,23 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32) -> ModelP
     """Random weights, scaled up so that logits differ clearly and depend on the whole history."""
     params = init(declare(config), jax.random.key(seed), dtype)
     return jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Files of a tokenizer with one token per printable character, and one special token."""
+    characters = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # the last two: space and newline
+    assert len(characters) == SPECIAL
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": SPECIAL, "content": "<special>", "special": True, "normalized": False}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        ],
+        "pre_tokenizer": byte_level | {"trim_offsets": True},
+        "decoder": byte_level | {"trim_offsets": True},
+        "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(characters)}, "merges": []},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    template = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}:"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

@@ -3,8 +3,6 @@
 The tokenizer has one token per printable character, and one special token.
 """
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,30 +19,13 @@ from tests.engine.test_llm import (
     _logits_of_last,
     expected,
 )
-from tests.tiny import VOCAB
-
-SPECIAL = VOCAB - 1
+from tests.tiny import SPECIAL, VOCAB, write_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
-    characters = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # the last two: space and newline
-    assert len(characters) == SPECIAL
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    content = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": SPECIAL, "content": "<special>", "special": True, "normalized": False}
-            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-        ],
-        "pre_tokenizer": byte_level | {"trim_offsets": True},
-        "decoder": byte_level | {"trim_offsets": True},
-        "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(characters)}, "merges": []},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(content))
-    template = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}:"
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write_tokenizer(directory)
     return load_tokenizer(directory)
 
 

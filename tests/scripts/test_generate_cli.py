@@ -8,20 +8,18 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-GOLDENS = ROOT / "tests" / "parity" / "goldens"
+ROOT = Path(__file__).parents[2]
 
 
-def generate(*arguments: str, stdin: bytes | None = b"", **options) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+def generate(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
+    """In a process of its own."""
     return subprocess.run(
         [sys.executable, "scripts/generate.py", *arguments],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         input=stdin,
         capture_output=True,
         timeout=300,
-        **options,
     )
 
 
@@ -35,12 +33,16 @@ def assert_refused(result: subprocess.CompletedProcess, message: str) -> None:
     assert result.stdout == b""
 
 
+def test_a_process_ends_with_one_line_and_exit_code_2():
+    result = generate(stdin=b"ab\xff")
+    assert_refused(result, "standard input is not UTF-8: byte 0xff at offset 2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
         ([""], b"", "prompt 0 is empty"),
         ([], b"", "prompt 0 is empty"),
-        ([], b"ab\xff", "standard input is not UTF-8: byte 0xff at offset 2"),
         (["--file", "no/such/file"], b"", "no/such/file"),
         (["--lines"], b"\n \n", "every line is blank"),
         (["x", "--max-tokens", "0"], b"", "max_tokens must be at least 1, got 0"),
@@ -51,35 +53,46 @@ def assert_refused(result: subprocess.CompletedProcess, message: str) -> None:
     ],
     ids=str,
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, stdin, message):
-    assert_refused(generate(*arguments, stdin=stdin), message)
+def test_bad_input_is_one_line_and_exit_code_2(run_here, arguments, stdin, message):
+    assert_refused(run_here("generate", *arguments, stdin=stdin), message)
 
 
-def test_a_damaged_model_is_one_line_and_exit_code_2(tmp_path):
-    for source in (GOLDENS / "smollm2").iterdir():
-        (tmp_path / source.name).write_bytes(source.read_bytes())
-    weights = tmp_path / "model.safetensors"
+def test_a_damaged_model_is_one_line_and_exit_code_2(run_here, tiny_model):
+    weights = tiny_model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert_refused(generate("x", "--model", str(tmp_path)), "model.safetensors")
+    assert_refused(run_here("generate", "x", "--model", tiny_model), "model.safetensors")
 
 
 @pytest.mark.real_model
-def test_real_model_bad_sizes_and_long_prompts():
-    for arguments, message in (
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["x", "--page-size", "0"], "page_size must be at least 1, got 0"),
         (["x", "--num-pages", str(10**12)], "do not fit"),
         (["x", "--num-pages", "3"], "the pool has 2"),
         (["word " * 9000], "exceeds max_model_len 8192"),
-    ):
-        assert_refused(generate(*arguments), message)
+    ],
+    ids=lambda value: f"{value!s:.20}",
+)
+def test_real_model_bad_sizes_and_long_prompts(run_here, arguments, message):
+    assert_refused(run_here("generate", *arguments), message)
 
 
 @pytest.mark.real_model
 def test_real_model_json_holds_the_texts_and_nothing_else():
-    result = generate("Hello", "😀", "--max-tokens", "4", "--json")
+    result = generate("Hello 😀", "--chat", "--max-tokens", "4", "--json")
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)
-    assert [r["prompt"] for r in answer["results"]] == ["Hello", "😀"]
-    assert all(1 <= len(r["token_ids"]) <= 4 for r in answer["results"])
+    assert [r["prompt"] for r in answer["results"]] == ["Hello 😀"]
+    assert 1 <= len(answer["results"][0]["token_ids"]) <= 4
     assert answer["stats"]["output_tok_per_s"] is None  # too few steps to time
     assert answer["stats"]["ttft_s"] > 0
+
+
+def test_two_prompts_are_two_results_in_order(run_here, tiny_model):
+    settings = ["--dtype", "float32", "--max-tokens", 4, "--ignore-eos", "--json"]
+    result = run_here("generate", "Hello", "b", "--model", tiny_model, *settings)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert [r["prompt"] for r in answer["results"]] == ["Hello", "b"]
+    assert [len(r["token_ids"]) for r in answer["results"]] == [4, 4]

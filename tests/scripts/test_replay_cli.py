@@ -37,22 +37,22 @@ def test_pictures_in_the_docs_are_drawn_from_the_record(picture, tmp_path):
     assert 10_000 < output.stat().st_size < 300_000
 
 
-@pytest.mark.real_model
-def test_a_record_replays_and_a_changed_one_names_the_token(tmp_path):
-    """The record's own replay is compared: another processor may round near ties otherwise."""
-    again, changed = tmp_path / "again.jsonl", tmp_path / "changed.jsonl"
-    call("replay", RECORD, "--dtype", "float32", "--record", again)
-    result = call("replay", again, "--dtype", "float32")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.startswith("identical: ")
-    lines = again.read_text().splitlines(keepends=True)
+def test_a_record_replays_and_a_changed_one_names_the_token(run_here, tiny_model, tmp_path):
+    record, changed = tmp_path / "run.jsonl", tmp_path / "changed.jsonl"
+    model = ["--model", tiny_model, "--dtype", "float32"]
+    sampled = ["--temperature", 1, "--max-tokens", 4, "--ignore-eos", "--record", record]
+    result = run_here("generate", "Hello", "b", *model, *sampled)
+    assert result.returncode == 0, result.stderr
+    result = run_here("replay", record, *model)
+    assert result.stdout.startswith(b"identical: 8 tokens of 2 requests"), result.stderr
+    assert result.returncode == 0
+    lines = record.read_text().splitlines(keepends=True)
     at = next(i for i, line in enumerate(lines) if '"emitted":[[' in line)
     head, tail = lines[at].split('"emitted":[[')
     q, uid, token, rest = tail.split(",", 3)
     lines[at] = f'{head}"emitted":[[{q},{uid},{int(token) + 1},{rest}'
     changed.write_text("".join(lines))
-    result = call("replay", changed, "--dtype", "float32")
+    result = run_here("replay", changed, *model)
     assert result.returncode == 1
-    expected = f"expected {int(token) + 1}, got {token}"
-    assert expected in result.stdout
-    assert "output position 0" in result.stdout
+    assert f"expected {int(token) + 1}, got {token}".encode() in result.stdout
+    assert b"output position 0" in result.stdout
