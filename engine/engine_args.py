@@ -166,14 +166,18 @@ def network_engine(
     A warning tells if the attached chip has attention kernels that cannot take its calls.
     """
     dtype = params.embed_VD.dtype
-    chip, reason = kernel_chip(config, engine_config, dtype, attached_chip(), attention_impl)
+    attached = attached_chip()
+    chip, reason = kernel_chip(config, engine_config, dtype, attached, attention_impl)
     if reason is not None:
         warnings.warn(f"attention runs as plain XLA operations: {reason}", stacklevel=2)
     network = NetworkModel(config, limits, dtype, attention_impl, min_matmul_rows(dtype), chip)
     specs, pages, page_size = cache_specs(config), engine_config.num_pages, engine_config.page_size
     check_cache_fits(engine_config, limits, pages * page_bytes(specs, page_size, dtype, chip))
     cache = init_cache(specs, pages, page_size, dtype, chip)
-    return Engine(engine_config, network, params, cache, limits, **options)
+    compiler_options = dict(attached.compiler_options) if attached else {}
+    return Engine(
+        engine_config, network, params, cache, limits, compiler_options=compiler_options, **options
+    )
 
 
 def _num_pages(

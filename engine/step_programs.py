@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from engine.dispatch import Dispatch, make_inbox
 from engine.engine_args import engine_config
-from engine.kernel_choice import kernel_chip
+from engine.kernel_choice import calls, kernel_chip
 from engine.network import NetworkModel
 from engine.sampling_rows import SamplingLimits, empty_rows
 from engine.schedule import admit, allocate, commit, schedule
@@ -28,6 +28,8 @@ from models.model import cache_specs, declare
 from models.params import abstract, shardings
 from models.presets import preset
 from pallas_kernels.chips import Chip, chip_of_device
+from pallas_kernels.paged_attention import ragged_paged_attention
+from pallas_kernels.paged_attention.spec import KernelSpec
 from sharding.aot import Program
 from sharding.axes import TENSOR_PARALLEL, HeadSplit, Rules
 
@@ -104,8 +106,58 @@ def network_step(
         parts={"parameters": params, "cache": cache},
         watched=cache,
         out_shardings=(cache_places, everywhere, everywhere),
+        compiler_options=dict(attached.compiler_options) if attached else {},
         notes=() if reason is None else (f"attention is plain XLA operations: {reason}",),
     )
+
+
+def kernel_calls(
+    *,
+    model: str,
+    dtype: str,
+    width: int,
+    attached: Chip | None,
+    num_devices: int,
+    attention_impl: str = "auto",
+    **sizes: int,
+) -> list[KernelSpec]:
+    """The different attention calls of one device in `network_step` by the chip's own kernels; none
+    where it does without them."""
+    network, kv_dtype = preset(model), jnp.dtype(dtype)
+    config = replace(engine_config(**sizes), token_budget=width)
+    parts = num_devices if rules_for(network, num_devices).get("kv_heads") else 1
+    chip, _ = kernel_chip(network, config, kv_dtype, attached, attention_impl, parts)
+    return [] if chip is None else calls(network, config, kv_dtype, chip, parts)
+
+
+def kernel_call(mesh: Mesh, *, spec: KernelSpec, attention_impl: str = "auto") -> Program:
+    """One attention call of one device by itself, which compiles in seconds."""
+    chip = chip_of_device(mesh.devices.flat[0].device_kind)
+    pool = (spec.num_pages, spec.page_parts, spec.page_rows, spec.page_size, spec.page_lanes)
+    arrays = [
+        jax.ShapeDtypeStruct((spec.num_rows, spec.num_heads, spec.head_dim), spec.q_dtype),
+        jax.ShapeDtypeStruct(pool, spec.kv_dtype),
+        jax.ShapeDtypeStruct((spec.num_slots, spec.pages_per_slot), jnp.int32),
+        *[jax.ShapeDtypeStruct((spec.num_slots,), jnp.int32)] * 3,
+        jax.ShapeDtypeStruct((spec.num_heads,), jnp.float32) if spec.sinks else None,
+    ]
+
+    def attend(*arrays):
+        *arrays, sinks_N = arrays
+        out_TNH = ragged_paged_attention(
+            *arrays,
+            scale=spec.scale,
+            max_q_len=spec.max_q_len,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks_N=sinks_N,
+            impl=attention_impl,
+            chip=chip,
+        )
+        return (out_TNH,)
+
+    on_each = HeadSplit(mesh, None).per_device(attend, (None,) * len(arrays), (None,))
+    return Program(on_each, _on_all(mesh, tuple(arrays)))
 
 
 def rules_for(network: ModelConfig, num_devices: int) -> Rules:

@@ -31,6 +31,7 @@ class Chip:
                     multiply-adds per cell and cycle in the 256 x 256 matrix units
     matmul_dtypes   operand dtypes that the matrix units take without a cast
     device_kinds    what jax calls a device of this chip [jax] [xla]
+    compiler_options   (name, value) that XLA must be given for programs with large weights
     vmem_bytes, smem_bytes   vector and scalar memory of one TensorCore
     shared_memory_bytes      most that one block can ask for, of the SM's `shared_memory_sm_bytes`
     compute_capability       of a GPU, (major, minor)
@@ -49,6 +50,7 @@ class Chip:
     matmul_dtypes: tuple[str, ...]
     device_kinds: tuple[str, ...]
     devices: int = 1
+    compiler_options: tuple[tuple[str, str], ...] = ()
     vmem_bytes: int | None = None
     smem_bytes: int | None = None
     shared_memory_bytes: int | None = None
@@ -157,6 +159,8 @@ _CHIPS = (
         clock_hz=2.2e9,  # [calc] 2307e12 / (2 cores x 2 MXUs x 256 x 256 x 4)
         matmul_dtypes=("bfloat16", "float8_e4m3fn", "float8_e5m2"),  # [jax]
         device_kinds=("TPU7x",),
+        # Else every program begins by copying all weights of matmuls into another tiling.
+        compiler_options=(("xla_tpu_control_large_2nd_minor_layout_for_x16", "false"),),
         vmem_bytes=64 * MIB,  # [jax]
         smem_bytes=1 * MIB,  # [jax]
     ),

@@ -28,7 +28,7 @@ from sharding.targets import Target, gpu_description, missing_compiler, parse_ta
 class Program:
     """What an entry function returns: `args` are abstract arrays with shardings on the mesh it was
     given. `parts` names pytrees among them whose bytes are told apart; copies of arrays as large
-    as those in `watched` are reported. `notes` are passed on."""
+    as those in `watched` are reported. `compiler_options` are XLA's. `notes` are passed on."""
 
     fn: Callable
     args: tuple[Any, ...]
@@ -36,6 +36,7 @@ class Program:
     parts: Mapping[str, Any] = field(default_factory=dict)
     watched: Any = ()
     out_shardings: Any = None
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

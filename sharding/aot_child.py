@@ -58,9 +58,13 @@ def _topology(target: Target, description: str | None) -> topologies.TopologyDes
     # One chip is the first of the smallest slice that every generation knows.
     flat = target.chip.name in ("v5e", "v6e")
     shape = "x".join(map(str, target.topology or ((2, 2) if flat else (2, 2, 1))))
+    # Two cores that are one device: libtpu's default for v4 is a device each.
+    paired = target.chip.cores > target.chip.devices
     try:
         return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{target.chip.name}:{shape}"
+            platform="tpu",
+            topology_name=f"{target.chip.name}:{shape}",
+            **({"chip_config_name": "megacore"} if paired else {}),
         )
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -86,7 +90,10 @@ def _compile(request: Request, program: Program, mesh: Mesh, log: Path) -> Compi
         "notes": program.notes,
     }
     jitted = jax.jit(
-        program.fn, donate_argnums=program.donate_argnums, out_shardings=program.out_shardings
+        program.fn,
+        donate_argnums=program.donate_argnums,
+        out_shardings=program.out_shardings,
+        compiler_options=dict(program.compiler_options),
     )
     try:
         # Kernels ask the mesh, not an attached device, which chip they are lowered for.
