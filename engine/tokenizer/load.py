@@ -15,7 +15,6 @@ import tokenizers
 
 from engine.tokenizer.gguf import tokenizer_from_gguf
 from engine.tokenizer.tokenizer import Tokenizer
-from models.checkpoint.gguf import open_gguf
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -26,6 +25,9 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     if path.is_dir():
         return _from_directory(path)
     if path.is_file() and path.suffix == ".gguf":
+        # Imported here: nothing else needs a reader of GGUF.
+        from models.checkpoint.gguf import open_gguf
+
         return tokenizer_from_gguf(open_gguf(path).fields)
     state = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"
     raise ValueError(f"{path} {state}: name a directory with tokenizer.json, or a .gguf file")

@@ -17,7 +17,6 @@ import numpy as np
 
 from models.checkpoint.assemble import float_dtype, load_params
 from models.checkpoint.config_json import MARKER, read_saved
-from models.checkpoint.gguf import open_gguf
 from models.checkpoint.safetensors import open_safetensors
 from models.checkpoint.tensors import TensorStore
 from models.config import ModelConfig
@@ -73,6 +72,9 @@ def _open(path: Path) -> _Opened:
 
 
 def _open_gguf_model(path: Path) -> _Opened:
+    # Imported here: what runs random weights needs no reader of GGUF.
+    from models.checkpoint.gguf import open_gguf
+
     file = open_gguf(path)
     try:
         family = family_of_gguf(file.fields.get("general.architecture"))

