@@ -3,13 +3,14 @@
 Weights are probabilities relative to the row's best: w = exp((logit - best) / temperature), float32
 [R, V] in 0 .. 1. Tokens are ordered by (weight descending, id ascending); every filter keeps a
 prefix of that order, so what all of them keep is named by the prefix's last member: its weight and
-its id. Most rows are decided by their best `NUM_CANDIDATES` tokens; only those that are not are
-searched whole, a few at a time.
+its id. Most rows are decided by their best `NUM_CANDIDATES` tokens, others by their best
+`MORE_CANDIDATES`; only those that are not are searched whole, a few at a time.
 
 Rule for top-p: the shortest prefix whose share of the mass left by min-p and top-k reaches p, up to
 `MASS_SLACK` (sums of float32 are no more exact); the first token always stays.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -19,8 +20,9 @@ from flax import struct
 from engine.row_search import largest_threshold, nth_true, top_rows
 
 NUM_CANDIDATES = 64
+MORE_CANDIDATES = 1024  # of rows that the first ones do not decide and whose top-k is within these
 MASS_SLACK = 2.0**-20
-_GROUPS = 8  # undecided rows are searched an eighth of the batch at a time
+_GROUPS = 8  # undecided rows are looked at an eighth of the batch at a time
 
 
 @struct.dataclass
@@ -62,13 +64,27 @@ def _above(floor_R: jax.Array, vocab: int) -> Kept:
 
 def _keep(weight_RV: jax.Array, settings: Settings, num_candidates: int) -> Kept:
     kept, decided_R = keep_by_candidates(weight_RV, settings, num_candidates)
-    undecided_R = ~decided_R
-    num_rows = undecided_R.shape[0]
-    # A fixed size: what a row keeps must not depend on how many others are undecided, and sums of
+    more = min(MORE_CANDIDATES, weight_RV.shape[-1])
+    limited_R = (settings.top_k_R > 0) & (settings.top_k_R <= more)
+    search = partial(_search, weight_RV, settings)
+    kept = search(kept, ~decided_R & limited_R, lambda w, s: keep_by_candidates(w, s, more)[0])
+    return search(kept, ~decided_R & ~limited_R, keep_by_whole_rows)
+
+
+def _search(
+    weight_RV: jax.Array,
+    settings: Settings,
+    kept: Kept,
+    rows_R: jax.Array,
+    find: Callable[[jax.Array, Settings], Kept],
+) -> Kept:
+    """`kept` with what `find` says of the rows in `rows_R`, a few of them at a time."""
+    num_rows = rows_R.shape[0]
+    # A fixed size: what a row keeps must not depend on how many others are searched, and sums of
     # other shapes may round otherwise.
     size = max(num_rows // _GROUPS, min(2, num_rows))
-    order_R = jnp.argsort(~undecided_R, stable=True).astype(jnp.int32)  # the undecided first
-    count = jnp.sum(undecided_R)
+    order_R = jnp.argsort(~rows_R, stable=True).astype(jnp.int32)  # these rows first
+    count = jnp.sum(rows_R)
 
     def group(carry):
         start, kept = carry
@@ -78,7 +94,7 @@ def _keep(weight_RV: jax.Array, settings: Settings, num_candidates: int) -> Kept
         def pick(x_R):
             return x_R.at[row_U].get(mode="clip")
 
-        new = keep_by_whole_rows(pick(weight_RV), jax.tree.map(pick, settings))
+        new = find(pick(weight_RV), jax.tree.map(pick, settings))
         return start + size, jax.tree.map(lambda x, y: x.at[row_U].set(y, mode="drop"), kept, new)
 
     return jax.lax.while_loop(lambda c: c[0] < count, group, (jnp.int32(0), kept))[1]
