@@ -33,7 +33,7 @@ def measure_copy_bandwidth(num_bytes: int = 1 << 31) -> float:
     y = jnp.zeros_like(x)
     # The second array, which nobody reads, gives its place to the result.
     copy = jax.jit(lambda x, y: x ^ 1, donate_argnums=1, keep_unused=True)
-    calls, times_s = 10, []
+    calls, times_s = 40, []
     for _ in range(8):  # the first one compiles
         start = time.perf_counter()
         for _ in range(calls):

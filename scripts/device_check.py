@@ -69,7 +69,7 @@ PARTS = (
         ("scripts/bench_device_decode.py", "--model"),
         ("llama-3.1-8b",),
         (
-            *("smollm2-135m", "--layers", "1", "--batches", "1", "2"),
+            *("smollm2-135m", "--layers", "1", "--batches", "2"),
             *("--prompt-tokens", "8", "--new-tokens", "2", "10", "--repeats", "1"),
         ),
     ),

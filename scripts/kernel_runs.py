@@ -2,7 +2,8 @@
 
 A program takes turns among page tables over different pages, and the output of a call is the next
 one's queries, so that calls follow each other on the device and none finds its keys in fast memory
-if the tables' pages are several times as large. What a public kernel cannot take is None.
+if the tables' pages are several times as large. Several calls make a step, as layers do, and share
+what depends on lengths alone. What a public kernel cannot take is None.
 """
 
 import warnings
@@ -27,6 +28,7 @@ with warnings.catch_warnings():  # deprecated with Pallas' Triton backend, and s
 
 YARDSTICK_KEYS = 512  # of a compute block of the TPU kernel
 YARDSTICK_SPLITS = 16  # of a sequence in the GPU kernel, its default
+CALLS_OF_A_STEP = 8  # at least
 DENSE_TURNS = 4
 DISTINCT_PAGES = 1024
 SCALE = 0.02  # of 8-bit keys and values
@@ -68,21 +70,28 @@ def queries(case: ServingCase) -> jax.Array:
 def paged_run(
     case: ServingCase, turns: int, calls: int, make_pools: Callable[[int], tuple], attend: Callable
 ) -> Run:
-    """`attend(q_TNH, pools, page_table_SM, slots)`: `slots` are q_start_S, q_len_S, kv_len_S."""
+    """`attend(q_TNH, pools, page_table_SM, slots)`: `slots` are q_start_S, q_len_S, kv_len_S.
+
+    As many whole steps as hold `calls` calls.
+    """
     table_USM, num_pages = page_tables(case, turns)
+    rounds = -(-CALLS_OF_A_STEP // turns)
+    steps = -(-calls // (turns * rounds))
     starts = np.cumsum((0, *case.q_lens[:-1]))
     slot_arrays = tuple(jnp.asarray(a, jnp.int32) for a in (starts, case.q_lens, case.kv_lens))
 
     @jax.jit
-    def loop(q_TNH, pools, table_USM, slot_arrays):
-        def one(i, q_TNH):
-            table_SM = jax.lax.dynamic_index_in_dim(table_USM, i % turns, keepdims=False)
-            return attend(q_TNH, pools, table_SM, slot_arrays)
+    def loop(q_TNH, pools, tables, slot_arrays):
+        def step(_, q_TNH):
+            for table_SM in tables * rounds:
+                q_TNH = attend(q_TNH, pools, table_SM, slot_arrays)
+            return q_TNH
 
-        return jax.lax.fori_loop(0, calls, one, q_TNH)
+        return jax.lax.fori_loop(0, steps, step, q_TNH)
 
-    arguments = (queries(case), make_pools(num_pages), jnp.asarray(table_USM), slot_arrays)
-    return Run(partial(loop, *arguments), calls)
+    tables = tuple(jnp.asarray(table_SM) for table_SM in table_USM)
+    run = partial(loop, queries(case), make_pools(num_pages), tables, slot_arrays)
+    return Run(run, steps * turns * rounds)
 
 
 def our_kernel(case: ServingCase, each: Chip, attend: Callable) -> tuple[Callable, Callable]:
@@ -163,6 +172,8 @@ def cudnn_run(case: ServingCase, turns: int, calls: int) -> Run | None:
     if not _plain_decode(case) or case.kv_dtype != case.dtype or case.dtype == "float32":
         return None
     turns = min(turns, DENSE_TURNS)
+    rounds = -(-CALLS_OF_A_STEP // turns)
+    steps = -(-calls // (turns * rounds))
     shape = (len(case.kv_lens), max(case.kv_lens), case.num_kv_heads, case.head_dim)
     dense = [
         tuple(random_pages(shape, case.dtype, axis=1, seed=2 * u + part) for part in (1, 2))
@@ -172,14 +183,14 @@ def cudnn_run(case: ServingCase, turns: int, calls: int) -> Run | None:
 
     @jax.jit
     def loop(q_SNH, dense, kv_len_S):
-        def one_turn(_, q_S1NH):
-            for k_SXKH, v_SXKH in dense:
+        def step(_, q_S1NH):
+            for k_SXKH, v_SXKH in dense * rounds:
                 q_S1NH = jax.nn.dot_product_attention(
                     q_S1NH, k_SXKH, v_SXKH,
                     scale=case.scale, key_value_seq_lengths=kv_len_S, implementation="cudnn",
                 )  # fmt: skip
             return q_S1NH
 
-        return jax.lax.fori_loop(0, -(-calls // turns), one_turn, q_SNH[:, None])
+        return jax.lax.fori_loop(0, steps, step, q_SNH[:, None])
 
-    return Run(partial(loop, queries(case), dense, kv_len_S), -(-calls // turns) * turns)
+    return Run(partial(loop, queries(case), dense, kv_len_S), steps * turns * rounds)

@@ -50,7 +50,7 @@ def test_a_rehearsal_runs_every_part_and_writes_both_reports(tmp_path):
     assert [row["check"] for row in kernels] == ["phi_3_mini_decode bfloat16"]
     assert kernels[0]["excess"] <= 1
     assert list(attention[1]["kernels"]) == ["gpu_triton"]
-    assert [row["batch"] for row in decode[1:]] == [1, 2]
+    assert [row["batch"] for row in decode[1:]] == [2]
     assert all(f"## {part['name']}" in page.read_text() for part in report["parts"])
 
 
