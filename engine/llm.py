@@ -1,8 +1,6 @@
 """`LLM`: the front door. A model by name, prompts in, texts out, one engine underneath."""
 
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from numbers import Integral
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from engine.engine_args import EngineArgs, network_engine
 from engine.metrics import Metrics
 from engine.outputs import RequestOutput
 from engine.platform import enable_compilation_cache, resolve_dtype
+from engine.prompts import Prompt, as_list, conversation, token_ids
 from engine.recording import FileRecorder
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import bad_word_ids_of
@@ -24,8 +23,6 @@ from models.checkpoint.load import load_model
 from models.checkpoint.registry import resolve
 from models.config import ModelConfig
 from models.model import ModelParams
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
@@ -46,6 +43,8 @@ class LLM:
         **engine_args: Any,
     ):
         args = EngineArgs(**engine_args)
+        if not isinstance(model, str | Path):
+            raise TypeError(f"model must be a name or a path, got {model!r}")
         if compilation_cache:
             enable_compilation_cache()
         path = resolve(model)
@@ -137,9 +136,9 @@ class LLM:
         """Answer one conversation or several; `template` goes to the chat template."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer with a chat template")
-        messages = _conversation(messages)
-        several = not all(isinstance(m, Mapping) for m in messages)
-        conversations = [_conversation(m) for m in messages] if several else [messages]
+        messages = conversation(messages)
+        several = not messages or not all(isinstance(m, Mapping) for m in messages)
+        conversations = [conversation(m) for m in messages] if several else [messages]
         prompts = [self.tokenizer.encode_chat(m, **template) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -181,7 +180,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """The best `params.beam_width` continuations of each prompt, in the prompts' order."""
-        prompts = [self._encode(prompt) for prompt in _as_list(prompts)]
+        prompts = [self._encode(prompt) for prompt in as_list(prompts)]
         found: dict[int, BeamSearchOutput] = {}
         with tqdm(total=len(prompts), desc="searches", disable=not use_tqdm) as bar:
             requests = [(ids, salt) for _, ids, salt in prompts]
@@ -198,7 +197,7 @@ class LLM:
         return self.engine.metrics()
 
     def _requests(self, prompts, sampling_params, priority) -> dict[str, "RequestText"]:
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
@@ -212,8 +211,13 @@ class LLM:
                 f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; give one for "
                 "all or one each"
             )
-        priority = None if priority is None else list(priority)
-        if priority is not None and len(priority) != len(prompts):
+        priority = [0] * len(prompts) if priority is None else priority
+        if not isinstance(priority, Iterable):
+            raise TypeError(
+                f"priority must be a list of integers, one per prompt, got {priority!r}"
+            )
+        priority = list(priority)
+        if len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(priority)} priorities")
         requests: dict[str, RequestText] = {}
         complete = False
@@ -221,9 +225,7 @@ class LLM:
             for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
                 request_id = self._request_id()
                 try:
-                    requests[request_id] = self._add(
-                        request_id, prompt, params, 0 if priority is None else priority[i]
-                    )
+                    requests[request_id] = self._add(request_id, prompt, params, priority[i])
                 except ValueError as error:
                     raise ValueError(f"prompt {i}: {error}") from error
             complete = True
@@ -277,10 +279,10 @@ class LLM:
                 )
             salt = prompt.get("cache_salt", 0)
             if "prompt_token_ids" in prompt:
-                return None, _token_ids(prompt["prompt_token_ids"]), salt
+                return None, token_ids(prompt["prompt_token_ids"]), salt
             prompt = prompt["prompt"]
         if not isinstance(prompt, str):
-            return None, _token_ids(prompt), salt
+            return None, token_ids(prompt), salt
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer; give token ids")
         return prompt, self.tokenizer.encode(prompt), salt
@@ -333,28 +335,3 @@ class Stream(Iterator):
 
     def __del__(self) -> None:
         self.close()
-
-
-def _conversation(messages: Any) -> list:
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-        raise TypeError(f"messages must be a list of mappings, or of such lists, got {messages!r}")
-    return list(messages)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(p, Integral) for p in prompts):
-        return [prompts]
-    return prompts
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    try:
-        ids = list(prompt)
-        if isinstance(prompt, bytes | Set) or any(isinstance(token, bool) for token in ids):
-            raise TypeError(f"got {prompt!r:.80}")
-        return [operator.index(token) for token in ids]
-    except TypeError as error:
-        raise ValueError(f"token ids must be a list of integers: {error}") from error

@@ -106,7 +106,8 @@ def read_record(path: str | Path) -> Record:
         header = json.loads(lines[0])
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r}, this version reads {FORMAT}")
-        identity = header["identity"]
+        parts = ("engine", "limits", "model", "weights")
+        identity = {part: header["identity"][part] for part in parts}
         record = Record(
             dict(header["about"]),
             identity,
@@ -156,7 +157,9 @@ def _check(
     for choice in arrivals:
         check_choice(config, limits, choice)
         if choice.uid in uids or (choice.parent_uid != NO_UID and choice.parent_uid not in uids):
-            raise ValueError(f"uid {choice.uid} came before, or its parent {choice.parent_uid} not")
+            raise ValueError(
+                f"uid {choice.uid} has come before, or parent_uid {choice.parent_uid} has not"
+            )
         uids.add(choice.uid)
 
 

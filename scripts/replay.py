@@ -32,7 +32,7 @@ def main() -> None:
             f"{record.limits.vocab_size}; name the record's model: {record.about}"
         )
     recorder = FileRecorder(args.record, record.about) if args.record else None
-    attention = record.about.get("attention_impl", "auto")
+    attention = str(record.about.get("attention_impl", "auto"))
     engine = network_engine(
         model.config, model.params, record.config, record.limits, attention, recorder=recorder
     )

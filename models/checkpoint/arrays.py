@@ -32,12 +32,14 @@ def new_directory(directory: Path, marker: str, *, overwrite: bool) -> Iterator[
     if directory.exists() and not (directory / marker).is_file():
         raise ValueError(f"{directory} was not saved by Pallasite and will not be overwritten")
     work, aside = (directory.with_name(f".{directory.name}.{os.getpid()}{s}") for s in ("", ".old"))
+    shutil.rmtree(work, ignore_errors=True)  # left by a process of the same id that was killed
     work.mkdir(parents=True)
     try:
         yield work
         if not directory.exists():
             work.rename(directory)
             return
+        shutil.rmtree(aside, ignore_errors=True)  # likewise: what stands there is newer
         directory.rename(aside)
         try:
             work.rename(directory)

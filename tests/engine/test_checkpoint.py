@@ -128,7 +128,7 @@ class Letters:
     eos_token_ids = ()
 
     def encode(self, text, add_special_tokens=True):
-        return [ord(letter) - 33 for letter in text]
+        return [(ord(letter) - 33) % VOCAB for letter in text]
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(33 + i) for i in ids)

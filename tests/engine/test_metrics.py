@@ -147,6 +147,27 @@ def test_prefix_hit_rate():
     assert engine.metrics().prefix_hit_rate == 8 / 18
 
 
+def test_counts_of_pages_and_requests_round_by_round():
+    """A row and two slots: a third request waits on the host. Prompts fill two pages and more."""
+    engine = rule_engine(Clock(), overlap=False, rounds=1, token_budget=16)
+    engine.add_request("a", list(range(9)), greedy(1))
+    engine.step()
+    metrics = engine.metrics()
+    assert (metrics.pages_total, metrics.pages_used, metrics.pages_cached) == (29, 0, 2)
+    assert (metrics.kv_utilization, metrics.kv_waste) == (0, 0)
+    for name in ("b", "c", "d"):
+        engine.add_request(name, list(range(9)), greedy(2))
+    assert (engine.metrics().running, engine.metrics().waiting) == (0, 3)
+    engine.step()
+    metrics = engine.metrics()
+    assert (metrics.running, metrics.waiting) == (1, 2)  # one in a slot, one on the host
+    # The two pages that "a" left are used and published now, but no longer free.
+    assert (metrics.pages_used, metrics.pages_cached) == (3, 0)
+    assert metrics.kv_utilization == pytest.approx(3 / 29)
+    assert metrics.kv_waste == pytest.approx(1 - 9 / 12)
+    assert (metrics.prompt_tokens, metrics.prefix_hit_rate) == (9, 8 / 18)
+
+
 def test_metrics_of_a_finished_and_a_running_batch():
     llm = fresh_llm(**ROUND_BY_ROUND)
     ask(llm, PROMPTS[:5], greedy(6))
@@ -160,7 +181,7 @@ def test_metrics_of_a_finished_and_a_running_batch():
     assert metrics.prompt_tokens == sum(map(len, PROMPTS[:5])) + 60
     assert metrics.output_tokens == 5 * 6 + 2 * 3
     held = np.asarray(llm.engine._state.slots.num_pages_S).sum()
-    assert metrics.pages_total == 3 * 64 // 4
+    assert metrics.pages_total == 19
     assert metrics.pages_used == held
     assert metrics.pages_cached > 0
     computed = np.asarray(llm.engine._state.slots.num_computed_S).sum()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.beam_search import BeamSearchParams
 from engine.engine import Engine
 from engine.recording import FileRecorder, Record, read_record
 from engine.replay import compare, replay
@@ -124,6 +125,16 @@ def test_a_stop_string_is_an_abort_of_its_dispatch(tmp_path):
     assert (result.difference, result.same_schedule) == (None, True)
 
 
+def test_a_beam_search_replays_with_its_forks(tmp_path):
+    llm = letters_llm(record=tmp_path / "run.jsonl")
+    llm.beam_search([PROMPTS[5]], BeamSearchParams(3, 6))
+    llm.generate([PROMPTS[2]], SamplingParams(seed=1, max_tokens=2), use_tqdm=False)
+    record = read_record(tmp_path / "run.jsonl")
+    assert sum(len(dispatch.forks) for dispatch in record.dispatches) >= 3 * 5
+    result = replay(letters_llm().engine, record)
+    assert (result.difference, result.same_schedule) == (None, True)
+
+
 # ---- rounds --------------------------------------------------------------------------------------
 
 
@@ -182,11 +193,26 @@ def test_records_in_the_docs_are_of_this_scheduler(path):
         (0, lambda v: v.update(format=9), "line 1, .*format 9, this version reads 1"),
         (0, lambda v: v["identity"]["engine"].update(num_pages=1), "line 1, .*num_pages"),
         (0, lambda v: v["identity"]["engine"].pop("num_pages"), "line 1, "),
+        (0, lambda v: v["identity"].pop("weights"), "line 1, .*'weights'"),
         (1, lambda v: v.pop("rounds"), "line 2, .*'rounds'"),
-        (1, lambda v: v.update(budget=10**6), "line 2, .*budget of 1000000"),
+        (1, lambda v: v.update(budget=10**6), "line 2, .*budget must be in 1 .. .*got 1000000"),
+        (1, lambda v: v.update(rounds=True), "line 2, .*rounds must be an integer, got True"),
+        (1, lambda v: v.update(aborts=[0]), "line 2, .*uid 0 is to abort or fork, but has not"),
+        (1, lambda v: v.update(forks=[[0.5, 1, 2, 3]]), "line 2, .*uid to abort or fork must"),
+        (0, lambda v: v["identity"]["engine"].update(max_stop_ids="8"), "line 1, .*max_stop_ids"),
+        (0, lambda v: v["identity"]["limits"].update(max_logprobs=None), "line 1, .*max_logprobs"),
         (1, lambda v: v["arrivals"][0]["params"].update(top_p=7), "line 2, .*top_p"),
         (1, lambda v: v["arrivals"].extend(v["arrivals"] * 9), "line 2, .*inbox"),
+        (1, lambda v: v["arrivals"][0].update(prompt_ids=[1] * 81), "line 2, .*inbox"),
+        (4, lambda v: v.update(aborts=[0] * 9), "line 5, .*inbox"),
+        (4, lambda v: v.update(forks=[[0, 0, 7, -1]] * 9), "line 5, .*inbox"),
+        (4, lambda v: v.update(forks=[[0, 0, 99, -1]]), "line 5, .*length of a fork must be"),
+        (4, lambda v: v.update(forks=[[0, 0, 7, -2]]), "line 5, .*token of a fork must be"),
+        (4, lambda v: v.update(rounds=5), "line 5, .*rounds must be in 1 .. 4, got 5"),
         (3, lambda v: v["emitted"].append([0, 999, 1, 0]), "line 4, .*999, which never arrived"),
+        (3, lambda v: v["emitted"].append([0, 0, None, 0]), "line 4, .*token must be an integer"),
+        (3, lambda v: v["emitted"].append([0, 0, 1, 4]), "line 4, .*reason of a token must be"),
+        (3, lambda v: v["emitted"].append([-1, 0, 1, 0]), "line 4, .*round of a token must be"),
     ],
 )
 def test_a_damaged_record_is_refused(recorded, tmp_path, line, change, message):
@@ -196,6 +222,49 @@ def test_a_damaged_record_is_refused(recorded, tmp_path, line, change, message):
     lines[line] = json.dumps(value)
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=message):
+        read_record(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", 0),
+        ("prompt_ids", {}),
+        ("prompt_ids", [1, None]),
+        ("prompt_ids", [1, RULE_VOCAB]),
+        ("prompt_ids", []),
+        ("stop_ids", None),
+        ("stop_ids", [3] * 9),
+        ("stop_ids", [1.5]),
+        ("uid", 2**31),
+        ("uid", 1),  # another one's
+        ("parent_uid", 0),  # itself
+        ("index", 1),
+        ("priority", 10**12),
+        ("salt", "x"),
+        ("max_len", None),
+        ("max_len", 9),
+        ("facts.seed", 1.5),
+        ("facts.choice", 10**12),
+        ("facts.bad_word_ids", [[RULE_VOCAB]]),
+        ("facts.bad_word_ids", "x"),
+    ],
+    ids=lambda value: f"{value!r:.20}",
+)
+def test_every_field_of_an_arrival_is_checked(recorded, tmp_path, field, value):
+    """A wrong type or range is refused with line and field, not carried into an array."""
+    lines = recorded[0].read_text().splitlines()
+    dispatch = json.loads(lines[1])
+    place, name = dispatch["arrivals"][0], field
+    if "." in field:
+        part, name = field.split(".")
+        place = place[part]
+    assert place[name] != value
+    place[name] = value
+    lines[1] = json.dumps(dispatch)
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    named = {"salt": "cache_salt", "bad_word_ids": "bad.word", "prompt_ids": "prompt"}
+    with pytest.raises(ValueError, match=f"line 2, .*{named.get(name, name)}"):
         read_record(tmp_path / "bad.jsonl")
 
 
