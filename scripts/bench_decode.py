@@ -74,13 +74,15 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def time_ours_s(llm: LLM, prompts: np.ndarray, new_tokens: int) -> float:
+def time_ours_s(llm: LLM, prompts: np.ndarray, new_tokens: int) -> tuple[float, float]:
+    """Seconds of the call, and of a decode step: from the first token to the last."""
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     outputs = llm.generate(prompts.tolist(), params, use_tqdm=False)
     seconds = time.perf_counter() - start
     assert all(len(output.outputs[0].token_ids) == new_tokens for output in outputs)
-    return seconds
+    times = outputs[0].times
+    return seconds, (times.last_token_s - times.first_token_s) / (new_tokens - 1)
 
 
 def make_engines(path: Path, batches: list[int], length: int):
@@ -114,8 +116,8 @@ def main() -> None:
         for batch in args.batches:
             prompts = rng.integers(10, config.vocab_size, (batch, args.prompt_tokens))
             for dtype in DTYPES:
-                seconds = time_ours_s(made[dtype][1][batch], prompts, args.new_tokens)
-                record = [(("pallasite", dtype, batch), seconds)]
+                seconds, step_s = time_ours_s(made[dtype][1][batch], prompts, args.new_tokens)
+                record = [(("pallasite", dtype, batch), seconds), (("step", dtype, batch), step_s)]
                 if peer:
                     seconds = peer.time_s(prompts, args.new_tokens, dtype)
                     record.append((("hf", dtype, batch), seconds))
@@ -144,15 +146,24 @@ def main() -> None:
 
 
 def report(args, made, times, bandwidth) -> list[dict]:
-    """Print the table; a row's bound is batch * bandwidth / weight bytes."""
-    print("engine     dtype     batch    tok/s    bound  share   x HF")
+    """Print the table; a row's bound is batch * bandwidth / weight bytes.
+
+    "decode" is the share of the bandwidth that a decode step reads its weights at.
+    """
+    print("engine     dtype     batch    tok/s    bound  share  decode   x HF")
     rows = []
     for (engine, dtype, batch), samples in sorted(times.items(), key=lambda x: (x[0][2], x[0])):
+        if engine == "step":
+            continue
         seconds = statistics.median(samples)
         rate = batch * args.new_tokens / seconds
         bound = batch * bandwidth[dtype] / made[dtype][0]
         peer = times.get(("hf", dtype, batch))
         ratio = statistics.median(peer) / seconds if peer else None
+        decode = None
+        if engine == "pallasite":
+            step_s = statistics.median(times["step", dtype, batch])
+            decode = made[dtype][0] / step_s / bandwidth[dtype]
         rows.append(
             {
                 "engine": engine,
@@ -163,12 +174,13 @@ def report(args, made, times, bandwidth) -> list[dict]:
                     round(batch * args.new_tokens / s, 1) for s in (max(samples), min(samples))
                 ],
                 "read_bound_tok_per_s": round(bound, 1),
+                "decode_share_of_read_bandwidth": round(decode, 3) if decode else None,
                 "over_hf_same_dtype": round(ratio, 2) if ratio else None,
             }
         )
         print(
             f"{engine:10} {dtype:9} {batch:5} {rate:8.1f} {bound:8.1f} {rate / bound:6.0%} "
-            f"{ratio or float('nan'):6.2f}"
+            f"{decode or float('nan'):7.0%} {ratio or float('nan'):6.2f}"
         )
     return rows
 

@@ -88,10 +88,10 @@ def make_sampler(vocab: int, num_rows: int):
         rows = empty_rows(num_rows, limits)
         for r in range(num_rows):
             fill_row(rows, r, SamplingParams(**fields), RowFacts(seed=r), limits)
-        requests = empty_requests(num_rows, 8, jax.tree.map(jnp.asarray, rows))
-        requests = requests.replace(stop_ids=requests.stop_ids.at[:, 0].set(2, mode="drop"))
+        requests = empty_requests(num_rows, 8, rows)
+        requests.stop_ids[:, 0], requests.prompt_len[:] = 2, 8
         view = RowView(
-            requests_R=requests.replace(prompt_len=jnp.full(num_rows, 8)),
+            requests_R=jax.tree.map(jnp.asarray, requests),
             slot_R=jnp.arange(num_rows),
             num_tokens_R=jnp.full(num_rows, 512),
             tokens_SX=tokens_SX,

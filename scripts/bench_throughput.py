@@ -120,7 +120,7 @@ def decode_rows(args: argparse.Namespace, path: Path) -> list[dict]:
             prompts = rng.integers(10, config.vocab_size, (batch, DECODE_PROMPT_TOKENS))
             for dtype in DTYPES:
                 llm = made[dtype][1][batch]
-                record = {"ours": time_ours_s(llm, prompts, DECODE_NEW_TOKENS)}
+                record = {"ours": time_ours_s(llm, prompts, DECODE_NEW_TOKENS)[0]}
                 if peer:
                     record["hf"] = peer.time_s(prompts, DECODE_NEW_TOKENS, dtype)
                 for engine, seconds in record.items():
