@@ -130,7 +130,7 @@ def collect(
     page_size = pool.content_PC.shape[1]
     used = int((refcount_P > 0).sum())
     held = int(np.asarray(slots.num_pages_S).sum()) * page_size
-    computed = int(np.asarray(slots.num_computed_S)[status_S == RUNNING].sum())
+    computed = int(np.asarray(slots.num_computed_S).sum())
     done = [(t, n) for t, n in finished.times if t.first_token_s is not None]
     return Metrics(
         running=int((status_S == RUNNING).sum()),

@@ -10,9 +10,11 @@ import pytest
 
 from engine.beam_search import BeamSearchParams
 from engine.engine import Engine
-from engine.recording import FileRecorder, Record, read_record
+from engine.recording import FileRecorder, Record, events_of, read_record
 from engine.replay import compare, replay
 from engine.sampling_params import SamplingParams
+from engine.schedule import Emission
+from engine.state import ERROR, NO_TOKEN, NO_UID
 from engine.trace import trace
 from tests.engine.rule_model import outputs
 from tests.engine.test_checkpoint import (
@@ -100,6 +102,14 @@ def test_the_first_difference_is_named(recorded):
     last = [e for events in record.emitted for e in events if e[3]][-1]
     if record.emitted[-1] and record.emitted[-1][-1] == last:
         assert "got nothing" in str(compare(record, shorter).difference)
+
+
+def test_an_end_without_a_token_is_an_event():
+    """Rows of one round: a token, an end by error, a prompt's chunk, and nobody."""
+    columns = {"token_R": [5, NO_TOKEN, NO_TOKEN, 7], "uid_R": [1, 2, 3, NO_UID]}
+    columns |= {"reason_R": [0, ERROR, 0, 0]}
+    emitted = Emission(**{name: np.array([column]) for name, column in columns.items()})
+    assert events_of(emitted) == [(0, 1, 5, 0), (0, 2, NO_TOKEN, ERROR)]
 
 
 def test_another_schedule_with_the_same_tokens_is_no_difference(recorded):
