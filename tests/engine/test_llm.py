@@ -74,7 +74,8 @@ DEFAULTS = {
 
 PREEMPTING = {"num_pages": 13, "max_num_seqs": 4}
 UNCACHED = {"enable_prefix_caching": False}
-ROUND_BY_ROUND = {"steps_per_dispatch": 1}
+ROUND_BY_ROUND = {"steps_per_dispatch": 1, "num_pages": 20}
+ONE_ROW = {"max_num_seqs": 1}
 THREE_PROGRAMS = {"max_num_batched_tokens": 128, "num_pages": 40, "max_num_seqs": 6}
 
 
@@ -142,8 +143,8 @@ def test_schedules_change_nothing(settings):
 def test_b50_reading_late_changes_nothing_in_a_nearly_full_pool():
     prompts = [PROMPTS[i % 7] for i in range(12)]
     lengths = [greedy(3 + i % 6) for i in range(12)]
-    settings = {"num_pages": 20, "steps_per_dispatch": 1}
-    late, at_once = (ask(fresh_llm(overlap=o, **settings), prompts, lengths) for o in (True, False))
+    llms = (fresh_llm(overlap=overlap, **ROUND_BY_ROUND) for overlap in (True, False))
+    late, at_once = (ask(llm, prompts, lengths) for llm in llms)
     assert late == at_once
     assert late == [expected([p], n.max_tokens)[0] for p, n in zip(prompts, lengths, strict=True)]
 
@@ -210,7 +211,7 @@ def test_b41_prompt_at_the_length_limit_is_refused_unless_truncated(length):
 
 
 def test_next_turn_reuses_the_cache_and_equals_a_fresh_run():
-    llm = fresh_llm(max_num_seqs=1)
+    llm = fresh_llm(**ONE_ROW)
     first = ask(llm, [PROMPTS[5]], greedy(6))[0]
     turn = PROMPTS[5] + first + PROMPTS[1]
     before = llm.engine.counters()["prefix_hit_tokens"]
@@ -297,9 +298,9 @@ def test_b107_nothing_compiles_after_warm_up():
     assert llm.engine._programs == programs
 
 
-@pytest.mark.parametrize("num_seqs", [1, 3])
-def test_no_program_copies_the_cache(num_seqs):
-    llm = fresh_llm(max_num_seqs=num_seqs, num_pages=307)
+@pytest.mark.parametrize("settings", [{}, ONE_ROW], ids=str)
+def test_no_program_copies_the_cache(settings):
+    llm = fresh_llm(**settings)
     llm.engine.compile()
     cache = llm.engine._cache
     cache_bytes = sum(x.nbytes for x in cache.layers)
@@ -432,7 +433,7 @@ def test_more_pages_than_memory_are_refused():
 
 def test_the_queue_on_the_host_goes_by_priority():
     """One row and two slots: the rest waits on the host, where arrival alone does not decide."""
-    llm = fresh_llm(max_num_seqs=1)
+    llm = fresh_llm(**ONE_ROW)
     outputs = llm.generate([[3, 4]] * 6, greedy(3), priority=[5, 5, 5, 5, 5, 0], use_tqdm=False)
     started = [output.times.first_token_s for output in outputs]
     assert min(started) == started[5]
