@@ -56,7 +56,7 @@ MAX_TOKENS = 2**31 - 1  # tokens that running requests may hold
 class EngineConfig:
     """Static sizes and policies. `num_pages` counts the trash page.
 
-    `token_budget` is the most prompt tokens of a round, the width of the widest prefill pass.
+    `token_budget` is the most prompt tokens of a round, the width of the prefill pass.
     `policy` `static` admits only when no request runs (the classic baseline).
     """
 
@@ -96,15 +96,6 @@ class EngineConfig:
             )
         if self.policy not in ("continuous", "static"):
             raise ValueError(f"unknown policy {self.policy!r}; use continuous or static")
-
-    @property
-    def prefill_widths(self) -> tuple[int, ...]:
-        """Widths of the prefill pass, ascending; a round takes the first that holds its tokens.
-
-        The narrow one is for what a prefix hit or a chunked prompt leaves over.
-        """
-        full = self.token_budget
-        return (full // 8, full) if full >= 128 else (full,)
 
     @property
     def pages_per_seq(self) -> int:

@@ -2,15 +2,13 @@
 
 The loop runs `rounds` rounds (a traced number) and ends early only when every slot is empty. Each
 round has a narrow pass (one token of every decoding row) and, when a row prefills, a wide pass over
-up to `token_budget` prompt tokens, in the least of `prefill_widths` that holds them; then every row
-whose history is computed samples, once. What a pass computes is the business of a `StepModel`: a
-network, or a rule, or a cost model.
+`token_budget` prompt tokens; then every row whose history is computed samples, once. What a pass
+computes is the business of a `StepModel`: a network, or a rule, or a cost model.
 
 A prompt token is scored from the state of the token before it, in the wide pass that computes it.
 The narrow pass has none to score: its token is the last one known.
 """
 
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -153,9 +151,9 @@ def one_round(
         carry = cache, jax.tree.map(merge, last_R, before_R), merge(new_ok_R, ok_R)
         return carry, batch, states_T
 
-    def run_prompts(width: int, carry):
+    def run_prompts(carry):
         passes, prompt = carry
-        passes, batch, states_T = run_pass(width, prefills_R, passes)
+        passes, batch, states_T = run_pass(config.token_budget, prefills_R, passes)
         return passes, _score_prompt(model, params, rows, batch, states_T, prompt)
 
     runs_R = plan.q_len_R > 0
@@ -163,12 +161,7 @@ def one_round(
     passes = (cache, model.no_states(config.max_num_seqs), jnp.ones(config.max_num_seqs, bool))
     passes = when(jnp.any(decodes_R), lambda c: run_pass(1, decodes_R, c)[0], passes)
     carry = passes, _no_prompt_scores(config, model)
-    prompt_tokens, narrower = jnp.sum(jnp.where(prefills_R, plan.q_len_R, 0)), 0
-    for width in config.prefill_widths:
-        fits = (prompt_tokens > narrower) & (prompt_tokens <= width)
-        carry = when(fits, partial(run_prompts, width), carry)
-        narrower = width
-    (cache, last_R, ok_R), prompt = carry
+    (cache, last_R, ok_R), prompt = when(jnp.any(prefills_R), run_prompts, carry)
 
     samples_R = runs_R & (plan.start_R + plan.q_len_R == rows.num_tokens_R)
     sampled = when(
@@ -212,13 +205,11 @@ def _score_prompt(
         num_slots = rows.tokens_SX.shape[0]
         slot_T = rows.slot_R.at[batch.slot_T].get(mode="fill", fill_value=num_slots)
         token_T = rows.tokens_SX.at[slot_T, position_T].get(mode="fill", fill_value=0)
-        scored = PromptScores(
+        return PromptScores(
             uid_T=jnp.where(asked_T, pick(requests_R.uid, batch.slot_T), NO_UID),
             position_T=position_T,
             scores_T=model.score(params, states_T, token_T, asked_T),
         )
-        width = asked_T.shape[0]
-        return jax.tree.map(lambda old, new: old.at[:width].set(new, mode="drop"), none, scored)
 
     return when(jnp.any(asked_T), score, none)
 
