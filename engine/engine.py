@@ -296,12 +296,12 @@ class Engine:
     def _arrivals(self) -> list[Choice]:
         """The head of the queue, as much as slots and one inbox hold."""
         config, chosen, tokens = self.config, [], 0
-        # Aborts beyond one inbox still hold their slots when these arrive.
-        held_back = max(len(self._aborts) - config.inbox_size, 0)
+        # Aborted requests hold no slots: if more are out than one inbox takes, those in it free as
+        # many slots as can arrive.
         while self._queue and len(chosen) < config.inbox_size:
             choice = self._queue[0]
             tokens += len(choice.prompt_ids)
-            full = len(self._out) + held_back >= config.num_slots
+            full = len(self._out) == config.num_slots
             if full or tokens > config.inbox_tokens:
                 break
             self._queue.popleft()

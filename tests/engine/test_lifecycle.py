@@ -1,5 +1,6 @@
 """What callers do to a running engine: fail, leave, come back inside a loop, end parts of it."""
 
+import json
 import os
 
 import numpy as np
@@ -224,6 +225,45 @@ def test_a_dispatch_on_its_way_keeps_its_age_in_another_process(tmp_path):
     checkpoint.load(other, tmp_path / "state")
     assert [sent.sent_s for sent in other.snapshot().in_flight] == [497.0]
     assert {c.arrival_s for cs in other.snapshot().requests.values() for c in cs} == {497.0}
+
+
+def test_a_snapshot_comes_back_whole(tmp_path):
+    engine, other = rule_engine(), rule_engine()
+    add_rule_requests(engine)
+    engine.step()
+    engine.step()
+    engine.abort("0")
+    checkpoint.save(engine, tmp_path / "state")
+    checkpoint.load(other, tmp_path / "state")
+    saved, back = engine.snapshot(), other.snapshot()
+    for name in ("queue", "out", "aborts", "next_uid"):
+        assert getattr(back, name) == getattr(saved, name) != []
+    assert list(back.requests) == list(saved.requests)
+
+
+def test_outputs_that_nobody_has_read_yet_are_saved(tmp_path):
+    """The stream's request ends while another one is served; its reader comes after the resume."""
+    llm, other = (LLM.from_params(CONFIG, PARAMS, **DEFAULTS) for _ in range(2))
+    llm.engine._programs = other.engine._programs = shared_llm().engine._programs
+    stream = llm.stream([PROMPTS[3]], greedy(2))
+    assert ask(llm, [PROMPTS[2]], greedy(9)) == expected([PROMPTS[2]], 9)
+    assert not llm.engine.has_unfinished
+    llm.save_state(tmp_path / "state")
+    for outputs in (stream, other.resume(tmp_path / "state")):
+        assert [o.outputs[0].token_ids for o, _ in outputs][-1] == expected([PROMPTS[3]], 2)[0]
+    assert not other.engine.has_unfinished
+
+
+def test_states_of_another_format_and_records_of_a_resumed_engine_are_refused(tmp_path):
+    engine, path = rule_engine(), tmp_path / "state"
+    checkpoint.save(engine, path)
+    engine.recorder = FullDisk()
+    with pytest.raises(ValueError, match="load without recording"):
+        checkpoint.load(engine, path)
+    marker = json.loads((path / "state.json").read_text()) | {"format": 9}
+    (path / "state.json").write_text(json.dumps(marker))
+    with pytest.raises(ValueError, match="format 9, this version reads 1"):
+        checkpoint.load(rule_engine(), path)
 
 
 def test_numbers_given_out_are_not_given_again_after_a_failed_load(tmp_path):
