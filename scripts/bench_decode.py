@@ -101,88 +101,96 @@ def make_engines(path: Path, batches: list[int], length: int):
 def main() -> None:
     args = parse_args()
     enable_compilation_cache()
-    path = resolve(args.model)
-    length = max(128, 1 << (args.prompt_tokens + args.new_tokens - 1).bit_length())
-    config, made = make_engines(path, args.batches, length)
-    peer = Peer(args.peer_python, path) if args.peer_python else None
-    rng = np.random.default_rng(0)
-    times: dict[tuple, list[float]] = {}
-    bandwidths: dict[str, list[float]] = {name: [] for name in DTYPES}
-    rounds = tqdm(range(args.repeats + 1), desc="rounds", file=sys.stderr)
-    for round_index in rounds:  # the first one compiles and warms
-        for name, measured in bandwidths.items():
-            dtype = resolve_dtype(name)
-            measured.append(measure_read_bandwidth(dtype, min_matmul_rows(dtype)))
-        for batch in args.batches:
-            prompts = rng.integers(10, config.vocab_size, (batch, args.prompt_tokens))
-            for dtype in DTYPES:
-                seconds, step_s = time_ours_s(made[dtype][1][batch], prompts, args.new_tokens)
-                record = [(("pallasite", dtype, batch), seconds), (("step", dtype, batch), step_s)]
-                if peer:
-                    seconds = peer.time_s(prompts, args.new_tokens, dtype)
-                    record.append((("hf", dtype, batch), seconds))
-                if round_index:
-                    for key, value in record:
-                        times.setdefault(key, []).append(value)
-    bandwidth = {name: statistics.median(measured[1:]) for name, measured in bandwidths.items()}
-    if peer:
-        peer.close()
-    rows = report(args, made, times, bandwidth)
-    result = {
-        "benchmark": "decode",
-        "label": "measured",
-        "model": args.model,
-        **machine_facts(),
-        "peer": peer.name if peer else None,
-        "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
-        "repeats": args.repeats,
-        "read_bandwidth_gb_per_s": {k: round(v / 1e9, 2) for k, v in bandwidth.items()},
-        "rows": rows,
-    }
+    result = {"benchmark": "decode", "label": "measured", "model": args.model, **machine_facts()}
+    work = (args.batches, args.prompt_tokens, args.new_tokens, args.repeats)
+    result |= measure(resolve(args.model), *work, args.peer_python)
+    print(table(result["rows"]))
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 
-def report(args, made, times, bandwidth) -> list[dict]:
-    """Print the table; a row's bound is batch * bandwidth / weight bytes.
+def measure(
+    path: Path,
+    batches: list[int],
+    prompt_tokens: int,
+    new_tokens: int,
+    repeats: int,
+    peer_python: str | None,
+) -> dict:
+    """What was done, the machine's bandwidth, and a row per engine, dtype and batch."""
+    length = max(128, 1 << (prompt_tokens + new_tokens - 1).bit_length())
+    config, made = make_engines(path, batches, length)
+    peer = Peer(peer_python, path) if peer_python else None
+    rng = np.random.default_rng(0)
+    times: dict[tuple, list[float]] = {}
+    bandwidths: dict[str, list[float]] = {name: [] for name in DTYPES}
+    for round_index in tqdm(range(repeats + 1), desc="decode", file=sys.stderr):
+        for name, measured in bandwidths.items():
+            dtype = resolve_dtype(name)
+            measured.append(measure_read_bandwidth(dtype, min_matmul_rows(dtype)))
+        for batch in batches:
+            prompts = rng.integers(10, config.vocab_size, (batch, prompt_tokens))
+            for dtype in DTYPES:
+                seconds, step_s = time_ours_s(made[dtype][1][batch], prompts, new_tokens)
+                record = [(("pallasite", dtype, batch), seconds), (("step", dtype, batch), step_s)]
+                if peer:
+                    seconds = peer.time_s(prompts, new_tokens, dtype)
+                    record.append((("hf", dtype, batch), seconds))
+                if round_index:  # the first round compiles and warms
+                    for key, value in record:
+                        times.setdefault(key, []).append(value)
+    bandwidth = {name: statistics.median(measured[1:]) for name, measured in bandwidths.items()}
+    if peer:
+        peer.close()
+    weights = {dtype: weight_bytes for dtype, (weight_bytes, _) in made.items()}
+    return {
+        "peer": peer.name if peer else None,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "read_bandwidth_gb_per_s": {k: round(v / 1e9, 2) for k, v in bandwidth.items()},
+        "rows": rows_of(times, weights, bandwidth, new_tokens),
+    }
 
-    "decode" is the share of the bandwidth that a decode step reads its weights at.
-    """
-    print("engine     dtype     batch    tok/s    bound  share  decode   x HF")
+
+def rows_of(
+    times: dict[tuple, list[float]], weights: dict, bandwidth: dict, new_tokens: int
+) -> list[dict]:
+    """Medians. The bound is batch * bandwidth / weight bytes; the decode share is the part of the
+    bandwidth at which decode steps alone read the weights."""
     rows = []
     for (engine, dtype, batch), samples in sorted(times.items(), key=lambda x: (x[0][2], x[0])):
         if engine == "step":
             continue
         seconds = statistics.median(samples)
-        rate = batch * args.new_tokens / seconds
-        bound = batch * bandwidth[dtype] / made[dtype][0]
-        peer = times.get(("hf", dtype, batch))
-        ratio = statistics.median(peer) / seconds if peer else None
-        decode = None
+        tokens, peer = batch * new_tokens, times.get(("hf", dtype, batch))
+        row = {"engine": engine, "dtype": dtype, "batch": batch}
+        row["tok_per_s"] = round(tokens / seconds, 1)
+        spread = max(samples), min(samples)
+        row["slowest_to_fastest_tok_per_s"] = [round(tokens / s, 1) for s in spread]
+        row["read_bound_tok_per_s"] = round(batch * bandwidth[dtype] / weights[dtype], 1)
+        row["over_hf_same_dtype"] = round(statistics.median(peer) / seconds, 2) if peer else None
         if engine == "pallasite":
             step_s = statistics.median(times["step", dtype, batch])
-            decode = made[dtype][0] / step_s / bandwidth[dtype]
-        rows.append(
-            {
-                "engine": engine,
-                "dtype": dtype,
-                "batch": batch,
-                "tok_per_s": round(rate, 1),
-                "slowest_to_fastest_tok_per_s": [
-                    round(batch * args.new_tokens / s, 1) for s in (max(samples), min(samples))
-                ],
-                "read_bound_tok_per_s": round(bound, 1),
-                "decode_share_of_read_bandwidth": round(decode, 3) if decode else None,
-                "over_hf_same_dtype": round(ratio, 2) if ratio else None,
-            }
-        )
-        print(
-            f"{engine:10} {dtype:9} {batch:5} {rate:8.1f} {bound:8.1f} {rate / bound:6.0%} "
-            f"{decode or float('nan'):7.0%} {ratio or float('nan'):6.2f}"
-        )
+            row["step_ms"] = round(step_s * 1e3, 2)
+            row["decode_share_of_read_bandwidth"] = round(
+                weights[dtype] / step_s / bandwidth[dtype], 3
+            )
+        rows.append(row)
     return rows
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["engine     dtype     batch    tok/s    bound  decode   x HF"]
+    for row in rows:
+        share, ratio = row.get("decode_share_of_read_bandwidth"), row["over_hf_same_dtype"]
+        lines.append(
+            f"{row['engine']:10} {row['dtype']:9} {row['batch']:5} {row['tok_per_s']:8.1f} "
+            f"{row['read_bound_tok_per_s']:8.1f} {share or float('nan'):7.0%} "
+            f"{ratio or float('nan'):6.2f}"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ made in pieces. Tables are rendered from all rows:
 import argparse
 import csv
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
 
+import bench_decode
 import numpy as np
-from bench_decode import DTYPES, Peer, make_engines, time_ours_s
+from bench_decode import DTYPES
 from bench_throughput_report import draw, tables
 from machine_facts import machine_facts
 from tqdm import tqdm
@@ -110,33 +110,24 @@ def _exists(path: Path | None) -> bool:
 
 
 def decode_rows(args: argparse.Namespace, path: Path) -> list[dict]:
-    """Every round times each engine once on the same prompts; medians, the first round left out."""
+    """What `bench_decode` measures, a row per batch."""
     anchors = json.loads(ANCHORS.read_text())
-    config, made = make_engines(path, list(DECODE_BATCHES), 128)
-    peer = Peer(args.peer_python, path) if args.peer_python else None
-    rng, times = np.random.default_rng(0), {}
-    for round_index in tqdm(range(args.repeats + 1), desc="decode", file=sys.stderr):
-        for batch in DECODE_BATCHES:
-            prompts = rng.integers(10, config.vocab_size, (batch, DECODE_PROMPT_TOKENS))
-            for dtype in DTYPES:
-                llm = made[dtype][1][batch]
-                record = {"ours": time_ours_s(llm, prompts, DECODE_NEW_TOKENS)[0]}
-                if peer:
-                    record["hf"] = peer.time_s(prompts, DECODE_NEW_TOKENS, dtype)
-                for engine, seconds in record.items():
-                    if round_index:
-                        times.setdefault((batch, dtype, engine), []).append(seconds)
-    if peer:
-        peer.close()
-    rate = {
-        key: key[0] * DECODE_NEW_TOKENS / statistics.median(samples)
-        for key, samples in times.items()
+    work = (list(DECODE_BATCHES), DECODE_PROMPT_TOKENS, DECODE_NEW_TOKENS, args.repeats)
+    result = bench_decode.measure(path, *work, args.peer_python)
+    rate = {(r["batch"], r["dtype"], r["engine"]): r["tok_per_s"] for r in result["rows"]}
+    shared = {
+        key: result[key] for key in ("read_bandwidth_gb_per_s", "prompt_tokens", "new_tokens")
     }
-    return [_decode_row(batch, rate, anchors, peer) for batch in DECODE_BATCHES]
+    return [
+        _decode_row(batch, rate, anchors, result["peer"])
+        | shared
+        | {"measured": [row for row in result["rows"] if row["batch"] == batch]}
+        for batch in DECODE_BATCHES
+    ]
 
 
-def _decode_row(batch: int, rate: dict, anchors: dict, peer: Peer | None) -> dict:
-    ours = {dtype: rate[batch, dtype, "ours"] for dtype in DTYPES}
+def _decode_row(batch: int, rate: dict, anchors: dict, peer: str | None) -> dict:
+    ours = {dtype: rate[batch, dtype, "pallasite"] for dtype in DTYPES}
     row = {"part": "decode", "name": f"batch {batch}", "batch": batch, "tok_per_s": _rounded(ours)}
     row["goal_over_vllm"] = anchors["goals_over_vllm"][str(batch)]
     if peer:
@@ -148,7 +139,7 @@ def _decode_row(batch: int, rate: dict, anchors: dict, peer: Peer | None) -> dic
             / there["transformers"][dtype][str(batch)]
             for dtype in DTYPES
         }
-        row |= {"peer": peer.name, "hf_tok_per_s": _rounded(hf)}
+        row |= {"peer": peer, "hf_tok_per_s": _rounded(hf)}
         row["vllm_scaled_tok_per_s"] = _rounded(vllm)
         row["best_over_vllm"] = round(max(ours.values()) / max(vllm.values()), 2)
         row["best_over_hf"] = round(max(ours.values()) / max(hf.values()), 2)

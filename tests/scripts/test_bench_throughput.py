@@ -40,14 +40,13 @@ def test_the_scaled_rival_and_the_ratios(script):
         },
         "goals_over_vllm": {"8": 1.1},
     }
-    measured = {"ours": (60, 90), "hf": (30, 60)}
+    measured = {"pallasite": (60, 90), "hf": (30, 60)}
     rate = {
         (8, dtype, engine): pair[i]
         for engine, pair in measured.items()
         for i, dtype in enumerate(bench.DTYPES)
     }
-    peer = type("Peer", (), {"name": "a peer"})()
-    row = bench._decode_row(8, rate, anchors, peer)
+    row = bench._decode_row(8, rate, anchors, "a peer")
     assert row["vllm_scaled_tok_per_s"] == {"float32": 45, "bfloat16": 75}
     assert (row["best_over_vllm"], row["best_over_hf"]) == (1.2, 1.5)
     facts = {"cores": 2, "cpu": "a CPU", "python": "3", "jax": "0", "date": "today", "commit": "c"}
