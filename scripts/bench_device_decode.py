@@ -44,8 +44,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="keep only that many; default: all")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=[32, 160], help="few and many")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=[32, 288], help="few and many")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
