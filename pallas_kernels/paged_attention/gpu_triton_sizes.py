@@ -51,9 +51,11 @@ def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
 
 
 def _block(spec: KernelSpec, sizes: Sizes, most_keys: int, budget_bytes: int) -> Sizes:
-    """As many keys in flight as fit into the budget."""
+    """As many keys in flight as fit into the budget. The third block of 8-bit keys, which each
+    thread widens before use, would cost more registers than there are."""
+    narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
     for keys in (64, 32, 16):
-        for stages in (3, 2):
+        for stages in (2,) if narrow else (3, 2):
             each = replace(sizes, keys=keys, stages=stages)
             if keys <= most_keys and shared_bytes(spec, each) <= budget_bytes:
                 return each
@@ -63,13 +65,15 @@ def _block(spec: KernelSpec, sizes: Sizes, most_keys: int, budget_bytes: int) ->
 def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
     """The largest tile that takes at most a thread's registers and a program's shared memory."""
     group = spec.num_heads // spec.num_kv_heads
+    # Hopper's tensor cores read both operands from shared memory, earlier ones from registers.
+    from_registers = chip.compute_capability < (9, 0)
+    narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
     if "float32" in (spec.q_dtype, spec.kv_dtype):
-        rows, keys, warps = FEWEST_ROWS, 32, 4  # products of single numbers, not of tiles
-    elif lanes_of(spec) > 128:
+        rows, keys, warps = FEWEST_ROWS, 16, 4  # products of single numbers, not of tiles
+    elif lanes_of(spec) > 128 or (narrow and chip.compute_capability[0] != 9):
         rows, keys, warps = 64, 32, 8
     else:
-        # Hopper's tensor cores read both operands from shared memory, earlier ones from registers.
-        rows, keys, warps = 128, 64 if chip.compute_capability >= (9, 0) else 32, 8
+        rows, keys, warps = 128, 32 if from_registers else 64, 8
     while True:
         sizes = Sizes(max(1, rows // group), rows, keys, warps=warps)
         sizes = _block(spec, sizes, keys, chip.shared_memory_bytes)
@@ -99,6 +103,8 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     row_tiles = math.ceil(queries * group / rows)
     programs = -(-2 * chip.cores // (spec.num_kv_heads * row_tiles))
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)
-    most_keys = 32 if lanes_of(spec) > 128 or "float32" in (spec.q_dtype, spec.kv_dtype) else 64
+    most_keys = 32 if lanes_of(spec) > 128 else 64
+    if "float32" in (spec.q_dtype, spec.kv_dtype):
+        most_keys = 16
     few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - 1024)
     return (few, _chunk(spec, chip)) if chunks else (few,)
