@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention.gpu_triton import sum_parts
 from pallas_kernels.paged_attention.spec import KernelSpec, check
 
 CAPABILITY = (9, 0)  # Blackwell's tensor cores are programmed otherwise
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128)  # 256 takes more registers than a thread has
 PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 JAX_FROM = (0, 11)  # earlier ones lay out registers otherwise and have no public interpreter
@@ -133,7 +133,10 @@ def _attend_units(
         grid_names=("sm",),
         num_threads=sizes.warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Lane semantics: the layouts that the kernel names, none inferred.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         kernel_name="attention",
         interpret=interpret,
     )

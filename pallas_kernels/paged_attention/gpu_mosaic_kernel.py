@@ -32,10 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import gpu_mosaic_softmax as softmax
 from pallas_kernels.paged_attention.gpu_mosaic_ring import Ring, Work, each_work, load, skip
-from pallas_kernels.paged_attention.gpu_mosaic_sizes import KEYS, ROWS, Sizes
+from pallas_kernels.paged_attention.gpu_mosaic_sizes import KEYS, ROWS, WIDTH, Sizes
 from pallas_kernels.paged_attention.gpu_mosaic_softmax import COLUMN, TILE, columns
 
-WIDTH = 128  # columns of the output that one matmul accumulates
 # Registers of a producer's and a consumer's thread, by warpgroups of the SM; they share 65,536. Up
 # to 2 warpgroups have as many as a thread can address without asking.
 REGISTERS = {3: (40, 232), 4: (40, 208)}
@@ -57,7 +56,7 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of one SM."""
 
     rows_AMH: Any  # queries on the way in, outputs on the way out, as they lie in memory
-    half_AMF: Any  # in the same place: half of the columns of a part of a split slot, float32
+    part_AMF: Any  # in the same place: some columns of a part of a split slot, float32
     q_AMH: Any  # queries as the tensor cores read them
     log_AM: Any
     weight_AMB: Any
@@ -92,14 +91,13 @@ def scratch_types(plan: Plan, head_dim: int, page_size: int, dtype: Any) -> tupl
     sizes = plan.sizes
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     consumers, buffers = sizes.streams * sizes.tiles, sizes.streams * sizes.stages
-    shape_AMH = (consumers, ROWS, head_dim)
     return (
         # As many bytes per consumer, so that no consumer's place is another's.
         plgpu.RefUnion(
-            plgpu.SMEM(shape_AMH, dtype),
-            plgpu.SMEM((consumers, ROWS, head_dim // 2), jnp.float32),
+            plgpu.SMEM((consumers, ROWS * max(1, 2 * WIDTH // head_dim), head_dim), dtype),
+            plgpu.SMEM((consumers, ROWS * max(1, head_dim // (2 * WIDTH)), WIDTH), jnp.float32),
         ),
-        plgpu.SMEM(shape_AMH, dtype, transforms=swizzled),
+        plgpu.SMEM((consumers, ROWS, head_dim), dtype, transforms=swizzled),
         plgpu.SMEM((consumers, ROWS), jnp.float32),
         plgpu.SMEM((consumers, ROWS, KEYS), dtype, transforms=swizzled),
         plgpu.SMEM((buffers, KEYS, head_dim), dtype, transforms=swizzled),
@@ -114,8 +112,8 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
     sizes, refs = plan.sizes, list(refs)
     sinks_ref = refs.pop(0) if plan.sinks else None
     out_refs = [refs.pop(0) for _ in range(3 if sizes.parts > 1 else 1)]
-    (rows, half), *rest = refs
-    scratch = Scratch(rows, half, *rest)
+    (rows, part), *rest = refs
+    scratch = Scratch(rows, part, *rest)
 
     warpgroup = lax.axis_index("warpgroup")
     produces = warpgroup < sizes.streams
@@ -179,33 +177,39 @@ def _attend(consumer: Consumer, q_ref, sinks_ref, out_refs, work: Work, n0: jax.
 
         plgpu.barrier_wait(ring.full.at[values])
         _clear_unseen(ring.buffers, values, b, work, plan)
-        for j, o_MH in enumerate(o):
-            width = o_MH.shape[1]
-            v_BH = ring.buffers.at[values, :, pl.ds(j * WIDTH, width)]
-            o[j] = o_MH * columns(shrink_M, width) + _dot(scratch.weight_AMB.at[mine], v_BH)
+        for j, o_MF in enumerate(o):
+            v_BF = ring.buffers.at[values, :, pl.ds(j * WIDTH, WIDTH)]
+            o[j] = o_MF * columns(shrink_M, WIDTH) + _dot(scratch.weight_AMB.at[mine], v_BF)
         plgpu.barrier_arrive(ring.free.at[values])
         return max_M, sum_M, *o
 
-    start = (*softmax.start(sinks_ref, r_M, plan.group, work), *_zeros(q_ref.shape[3]))
+    start = softmax.start(sinks_ref, r_M, plan.group, work)
+    zeros_MF = plgpu.layout_cast(jnp.zeros((ROWS, WIDTH), jnp.float32), TILE)
+    start = (*start, *[zeros_MF] * (q_ref.shape[3] // WIDTH))
     max_M, sum_M, *o = lax.fori_loop(work.begin, work.end, add_block, start)
     inverse_M = 1 / jnp.where(sum_M == 0, 1.0, sum_M)
-    o = [o_MH * columns(inverse_M, o_MH.shape[1]) for o_MH in o]
+    o = [o_MF * columns(inverse_M, WIDTH) for o_MF in o]
     _store(consumer, o, softmax.log_sum(max_M, sum_M), out_refs, work)
 
 
 def _read_queries(consumer: Consumer, q_ref, work: Work) -> None:
     """Token by token, since a tile may end anywhere in a slot: past its end the last one again."""
-    plan, scratch = consumer.plan, consumer.scratch
+    scratch, mine, group = consumer.scratch, consumer.index, consumer.plan.group
     last = consumer.tokens(work) - 1
-    for i in range(plan.sizes.tile_queries):
+
+    @pl.loop(0, consumer.plan.sizes.tile_queries)
+    def _(i):
         plgpu.copy_gmem_to_smem(
             q_ref.at[work.row + consumer.first_token + jnp.minimum(i, last), work.head],
-            scratch.rows_AMH.at[consumer.index, pl.ds(i * plan.group, plan.group)],
-            scratch.rows_here.at[consumer.index],
+            scratch.rows_AMH.at[mine, pl.ds(i * group, group)],
+            scratch.rows_here.at[mine],
         )
-    plgpu.barrier_wait(scratch.rows_here.at[consumer.index])
-    q_MH = plgpu.load(scratch.rows_AMH.at[consumer.index], layout=TILE, optimized=False)
-    scratch.q_AMH[consumer.index] = q_MH
+
+    plgpu.barrier_wait(scratch.rows_here.at[mine])
+    for j in range(0, q_ref.shape[3], WIDTH):
+        rows = scratch.rows_AMH.at[mine, pl.ds(0, ROWS), pl.ds(j, WIDTH)]
+        q_MF = plgpu.load(rows, layout=TILE, optimized=False)
+        scratch.q_AMH[mine, :, pl.ds(j, WIDTH)] = q_MF
     plgpu.commit_smem()
 
 
@@ -226,16 +230,21 @@ def _clear_unseen(buffers, values, b, work: Work, plan: Plan) -> None:
 
     @pl.when((b * KEYS < first) | (b * KEYS + KEYS - 1 > last))
     def _():
-        v_BH = plgpu.load(buffers.at[values], layout=TILE)
-        x_BH = b * KEYS + plgpu.broadcasted_iota(jnp.int32, v_BH.shape, 0, layout=TILE)
-        seen_BH = (x_BH >= first) & (x_BH <= last)
-        buffers[values] = jnp.where(seen_BH, v_BH, jnp.zeros_like(v_BH))
+        x_BF = b * KEYS + plgpu.broadcasted_iota(jnp.int32, (KEYS, WIDTH), 0, layout=TILE)
+        seen_BF = (x_BF >= first) & (x_BF <= last)
+        for j in range(0, buffers.shape[2], WIDTH):
+            v_BF = plgpu.load(buffers.at[values, :, pl.ds(j, WIDTH)], layout=TILE)
+            buffers[values, :, pl.ds(j, WIDTH)] = jnp.where(seen_BF, v_BF, jnp.zeros_like(v_BF))
         plgpu.commit_smem()
 
 
-def _zeros(head_dim: int) -> list[jax.Array]:
-    widths = [min(WIDTH, head_dim - j) for j in range(0, head_dim, WIDTH)]
-    return [plgpu.layout_cast(jnp.zeros((ROWS, w), jnp.float32), TILE) for w in widths]
+def _put(rows_ref, o_MF: jax.Array) -> None:
+    """Into shared memory row by row, which is not the tensor cores' order: jax 0.12 wants to be
+    told that it is slow, 0.11 has no word for it."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(rows_ref, o_MF, optimized=False)
+    else:
+        rows_ref[...] = o_MF
 
 
 def _store(
@@ -245,39 +254,34 @@ def _store(
     scratch, group = consumer.scratch, consumer.plan.group
     o_ref, *part_refs = out_refs
 
-    def put(staged_AMF, pieces: Sequence[jax.Array], place: Callable) -> None:
-        for j, o_MH in enumerate(pieces):
-            columns = pl.ds(j * pieces[0].shape[1], o_MH.shape[1])
-            staged_AMF[consumer.index, :, columns] = o_MH.astype(staged_AMF.dtype)
+    def put(staged, place: Callable) -> None:
+        """Each token's rows from shared memory to their place."""
         plgpu.commit_smem()
 
         @pl.loop(0, consumer.tokens(work))
         def _(i):
             rows = pl.ds(i * group, group)
-            plgpu.copy_smem_to_gmem(staged_AMF.at[consumer.index, rows], place(i, rows))
+            plgpu.copy_smem_to_gmem(staged.at[consumer.index, rows], place(i, rows))
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(work.parts == 1)
     def _():
+        for j, o_MF in enumerate(o):
+            place = (consumer.index, pl.ds(0, ROWS), pl.ds(j * WIDTH, WIDTH))
+            _put(scratch.rows_AMH.at[place], o_MF.astype(o_ref.dtype))
         row = work.row + consumer.first_token
-        put(scratch.rows_AMH, o, lambda i, _: o_ref.at[row + i, work.head])
+        put(scratch.rows_AMH, lambda i, _: o_ref.at[row + i, work.head])
 
     if part_refs:
-        part_ref, log_ref = part_refs
+        part_ref, log_ref = (ref.at[work.unit, work.head] for ref in part_refs)
 
         @pl.when(work.parts > 1)
         def _():
             scratch.log_AM[consumer.index] = log_M
             plgpu.commit_smem()
-            log_M_ref = log_ref.at[work.unit, work.head]
-            plgpu.copy_smem_to_gmem(scratch.log_AM.at[consumer.index], log_M_ref)
-            half = scratch.half_AMF.shape[2]
-            pieces = o if len(o) == 2 else [o[0][:, :half], o[0][:, half:]]
-            for j, piece in enumerate(pieces):
-                columns = pl.ds(j * half, half)
-                put(
-                    scratch.half_AMF,
-                    [piece],
-                    lambda _, rows, c=columns: part_ref.at[work.unit, work.head, rows, c],
-                )
+            plgpu.copy_smem_to_gmem(scratch.log_AM.at[consumer.index], log_ref)
+            for j, o_MF in enumerate(o):
+                place = pl.ds(j * WIDTH, WIDTH)
+                _put(scratch.part_AMF.at[consumer.index, pl.ds(0, ROWS)], o_MF)
+                put(scratch.part_AMF, lambda _, rows, p=place: part_ref.at[rows, p])

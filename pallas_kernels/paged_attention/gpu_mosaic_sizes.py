@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from pallas_kernels.chips import Chip
-from pallas_kernels.paged_attention.gpu_triton_sizes import FEW_QUERIES, parts_of
+from pallas_kernels.paged_attention.gpu_triton_sizes import FEW_QUERIES, FEWEST_ROWS, parts_of
 from pallas_kernels.paged_attention.spec import KernelSpec
 
 ROWS = 64  # of a warpgroup's matmul
 KEYS = 64  # of a block
+WIDTH = 64  # columns of queries, values and outputs that are in registers at once
 MOST_STAGES = 8
 RESERVED_BYTES = 4096  # barriers, sums across warps, alignment
 
@@ -44,7 +45,8 @@ class Sizes:
 def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
     """Shared memory of one SM: per consumer queries or outputs, weights and logarithms; rings."""
     itemsize = jnp.dtype(spec.kv_dtype).itemsize
-    consumer = ROWS * (4 * spec.head_dim + KEYS * itemsize + 4)
+    queries = (spec.head_dim + max(2 * WIDTH, spec.head_dim)) * itemsize
+    consumer = ROWS * (queries + KEYS * itemsize + 4)
     ring = sizes.stages * KEYS * spec.head_dim * itemsize
     return sizes.streams * (sizes.tiles * consumer + ring) + RESERVED_BYTES
 
@@ -54,7 +56,7 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> Sizes:
     group = spec.num_heads // spec.num_kv_heads
     most, fit = min(spec.max_q_len, spec.num_rows), ROWS // group
     chunks = most > FEW_QUERIES
-    split_queries = min(fit, FEW_QUERIES) if chunks else most
+    split_queries = max(1, FEWEST_ROWS // group) if chunks else most
     parts, part_keys = parts_of(spec, split_queries, chip)
     sizes = Sizes(
         queries=2 * fit if chunks else min(fit, most),
