@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine import checkpoint
+from engine.beam_search import BeamSearchParams
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from tests.engine.test_checkpoint import (
@@ -22,6 +23,7 @@ from tests.engine.test_checkpoint import (
 from tests.engine.test_llm import (
     CONFIG,
     DEFAULTS,
+    MAX_LEN,
     PARAMS,
     PROMPTS,
     ask,
@@ -88,7 +90,7 @@ def test_a_tokenizer_that_fails_takes_its_requests_along_and_no_other(where, n):
     llm.tokenizer = Failing(where, n)
     with pytest.raises(RuntimeError, match=f"no {where}"):
         llm.generate(["ab", "cde", "f"], greedy(6, logprobs=1), use_tqdm=False)
-    assert {choice.request_id for choice in llm.engine._out.values()} <= {"0"}
+    assert set(llm.engine._requests) <= {"0"}
     assert [o.outputs[0].token_ids for o, _ in stream][-1] == expected([PROMPTS[1]], 20)[0]
     assert not llm.engine.has_unfinished
 
@@ -136,6 +138,53 @@ def test_an_id_may_be_used_again_once_its_request_has_ended():
     (choice,) = engine.add_request("again", PROMPTS[6], greedy(4))
     serve(engine)
     assert choice.token_ids == expected([PROMPTS[6]], 4)[0]
+
+
+class Marking(Letters):
+    """Has a special token, which it adds or skips as it is told, and says so."""
+
+    def __init__(self, eos: int):
+        self.eos_token_ids = (eos,)
+
+    def encode(self, text, add_special_tokens=True):
+        return [*self.eos_token_ids * add_special_tokens, *super().encode(text)]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return f"{skip_special_tokens} " + super().decode(ids)
+
+
+def test_the_tokenizer_says_what_ends_and_what_is_special():
+    (tokens,) = expected([PROMPTS[6]], 12)
+    llm = LLM.from_params(CONFIG, PARAMS, Marking(tokens[5]), **DEFAULTS)
+    llm.engine._programs = shared_llm().engine._programs
+    (output,) = llm.generate([PROMPTS[6]], greedy(12), use_tqdm=False)
+    assert output.outputs[0].token_ids == tokens[: tokens.index(tokens[5]) + 1]
+    assert output.outputs[0].finish_reason == "stop"
+    params = greedy(3, bad_words=[Letters().decode(tokens[1:3])])
+    (output,) = llm.generate([PROMPTS[6]], params, use_tqdm=False)
+    assert output.outputs[0].token_ids[:2] == tokens[:2]
+    assert output.outputs[0].token_ids[2] != tokens[2]
+    (found,) = llm.beam_search([PROMPTS[6]], BeamSearchParams(1, 3, ignore_eos=True))
+    assert found.sequences[0].text == "False " + Letters().decode(PROMPTS[6] + tokens[:3])
+
+
+def test_searches_stay_in_the_order_of_the_prompts_whichever_ends_first():
+    prompts = [PROMPTS[5], (PROMPTS[6] * 3)[: MAX_LEN - 2]]  # the second reaches the limit at once
+    found = shared_llm().beam_search(prompts, BeamSearchParams(1, 9))
+    lengths = [len(output.sequences[0].tokens) for output in found]
+    assert lengths == [len(PROMPTS[5]) + 9, MAX_LEN]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prompt_token_ids"])
+def test_b53_salts_of_texts_and_of_ids_isolate(kind):
+    llm = LLM.from_params(CONFIG, PARAMS, Letters(), **DEFAULTS)
+    llm.engine._programs = shared_llm().engine._programs
+    prompt = {"prompt": "nine.text", "prompt_token_ids": PROMPTS[5]}[kind]
+    hits = []
+    for salt in (1, 2, 1):
+        llm.generate({kind: prompt, "cache_salt": salt}, greedy(1), use_tqdm=False)
+        hits.append(llm.engine.counters()["prefix_hit_tokens"])
+    assert hits == [0, 0, 8]
 
 
 def test_two_engines_share_parameters():
@@ -249,8 +298,13 @@ def test_outputs_that_nobody_has_read_yet_are_saved(tmp_path):
     assert ask(llm, [PROMPTS[2]], greedy(9)) == expected([PROMPTS[2]], 9)
     assert not llm.engine.has_unfinished
     llm.save_state(tmp_path / "state")
-    for outputs in (stream, other.resume(tmp_path / "state")):
-        assert [o.outputs[0].token_ids for o, _ in outputs][-1] == expected([PROMPTS[3]], 2)[0]
+
+    def last(outputs) -> list[int]:
+        return [output.outputs[0].token_ids for output, _ in outputs][-1]
+
+    assert last(stream) == expected([PROMPTS[3]], 2)[0]
+    for _ in range(2):  # once all is read, the engine is as good as new
+        assert last(other.resume(tmp_path / "state")) == expected([PROMPTS[3]], 2)[0]
     assert not other.engine.has_unfinished
 
 
