@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention.tpu_sizes import (
     SUBLANES,
     Sizes,
     default_sizes,
+    unrolled,
     vmem_bytes,
     vmem_limit,
 )
@@ -153,6 +154,9 @@ def _run(
     _, parts, R, C, L = kv_pages.shape
     N, Q = spec.num_heads, sizes.queries
     block = sizes.pages * C
+    # An 8-bit register holds 32 positions.
+    pairs = C == 16 and kv_pages.dtype.itemsize == 1 and sizes.pages % 2 == 0
+    stacked = 2 if pairs else 1
 
     i_Q = jnp.arange(Q)
     row_ZQ = jnp.where(i_Q < tiles.rows[:, None], tiles.row[:, None] + i_Q, spec.num_rows)
@@ -177,6 +181,7 @@ def _run(
     plan = Plan(
         queries=Q,
         pages=sizes.pages,
+        page_size=C,
         buffers=sizes.buffers,
         pages_per_slot=spec.pages_per_slot,
         scale=spec.scale,
@@ -184,7 +189,7 @@ def _run(
         softcap=spec.softcap,
         scaled=spec.kv_scales,
         split=split,
-        unrolled=M <= 4 * SUBLANES,
+        unrolled=unrolled(spec, sizes),
     )
     rows_of_split = (R, 2 * M, L) if split else (1, SUBLANES, LANES)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -198,7 +203,10 @@ def _run(
             in_specs=[hbm, hbm, vmem, vmem],
             out_specs=hbm,
             scratch_shapes=[
-                pltpu.VMEM((sizes.buffers, sizes.pages, parts, R, C, L), kv_pages.dtype),
+                pltpu.VMEM(
+                    (sizes.buffers, sizes.pages // stacked, parts, R, stacked * C, L),
+                    kv_pages.dtype,
+                ),
                 pltpu.VMEM((2, R, M, L), q_TNH.dtype),
                 pltpu.VMEM((2, R, M, L), q_TNH.dtype),
                 pltpu.VMEM((R, M, LANES), jnp.float32),

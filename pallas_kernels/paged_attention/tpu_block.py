@@ -29,6 +29,7 @@ class Plan:
 
     queries: int  # new tokens of a tile, a power of two
     pages: int  # of a block
+    page_size: int
     buffers: int  # blocks in flight or in use, a power of two
     pages_per_slot: int
     scale: float
@@ -36,12 +37,14 @@ class Plan:
     softcap: float | None
     scaled: bool  # pages hold multiples of a scale per head
     split: bool  # 8-bit pages meet queries and weights as sums of two 8-bit numbers, see `_split`
-    unrolled: bool  # all rows of a block in one stretch of code, which hides latencies of few rows
+    unrolled: bool  # all rows of a page in one stretch of code
 
 
 class Scratch(NamedTuple):
     """Vector memory: page blocks, queries and outputs in turn, running maximum, sum and output.
 
+    kv is [buffer, page, part, row, position, lane]; where a register holds the positions of two
+    pages, they lie below each other in one [position, lane].
     split_q and q_unit hold a tile's queries in the form of `_split` and the unit of each row.
     """
 
@@ -98,19 +101,19 @@ def split_queries(scratch: Scratch, tile):
 
 def clear_outside(kv_buf, buffer, begin, first_key, last_key):
     """Zero the values of positions outside first_key .. last_key in a block's buffer."""
-    _, pages, parts, _, page_size, _ = kv_buf.shape
+    _, places, parts, _, size, _ = kv_buf.shape
 
     def clear(i, _):
         # Where keys and values share a row both are cleared; scores there are masked anyway.
         x_RCL = kv_buf[buffer, i, parts - 1].astype(jnp.float32)
-        x_C = begin + i * page_size + lax.broadcasted_iota(jnp.int32, x_RCL.shape, 1)
+        x_C = begin + i * size + lax.broadcasted_iota(jnp.int32, x_RCL.shape, 1)
         real = (x_C >= first_key) & (x_C <= last_key)
         kv_buf[buffer, i, parts - 1] = jnp.where(real, x_RCL, 0.0).astype(kv_buf.dtype)
 
-    before = jnp.clip(lax.div(first_key - begin + page_size - 1, page_size), 0, pages)
-    behind = jnp.clip(lax.div(last_key + 1 - begin, page_size), before, pages)
+    before = jnp.clip(lax.div(first_key - begin + size - 1, size), 0, places)
+    behind = jnp.clip(lax.div(last_key + 1 - begin, size), before, places)
     lax.fori_loop(0, before, clear, None)
-    lax.fori_loop(behind, pages, clear, None)
+    lax.fori_loop(behind, places, clear, None)
 
 
 def attend_block(
@@ -128,8 +131,7 @@ def attend_block(
     """One step of the online softmax of all rows over one block."""
     kv_buf, q_buf = scratch.kv, scratch.q
     _, num_rows, rows, lanes = q_buf.shape
-    _, pages, parts, _, page_size, _ = kv_buf.shape
-    block = pages * page_size
+    parts, block = kv_buf.shape[2], plan.pages * plan.page_size
     exact = not plan.split and jnp.float32 in (kv_buf.dtype, q_buf.dtype)
     dtype = jnp.float32 if exact else jnp.bfloat16
     precision = lax.Precision.HIGHEST if exact else None

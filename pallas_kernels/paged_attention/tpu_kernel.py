@@ -52,7 +52,8 @@ def kernel(table, counts, *refs, plan: Plan):
     q_hbm, kv_hbm, sink_RM, scale_2RM, o_hbm, *refs = refs
     scratch = Scratch(*refs)
     num_tiles, num_rounds = counts[0], counts[1]
-    page_size = scratch.kv.shape[4]
+    page_size = plan.page_size
+    stacked = scratch.kv.shape[4] // page_size  # pages of one register
     block = plan.pages * page_size
 
     def pages_of(z, b):
@@ -67,6 +68,13 @@ def kernel(table, counts, *refs, plan: Plan):
         z_next = jnp.minimum(jnp.where(ends, z + 1, z), tiles.slot.shape[0] - 1)
         return z_next, jnp.where(ends, tiles.begin[z_next], b + 1)
 
+    def place(buffer, i):
+        """Of page i of a block."""
+        if stacked == 1:
+            return scratch.kv.at[buffer, i]
+        positions = pl.ds(i % stacked * page_size, page_size)
+        return scratch.kv.at[buffer, i // stacked, :, :, positions]
+
     def fetch(round_, z, b, part=0, parts=1):
         """Start a part of the page copies of a block; each is a predicated instruction."""
         begin, end = pages_of(z, b)
@@ -78,8 +86,7 @@ def kernel(table, counts, *refs, plan: Plan):
             @pl.when((begin <= i) & (i < end))
             def _(i=i):
                 source = kv_hbm.at[table[entry + i]]
-                target = scratch.kv.at[buffer, i]
-                pltpu.make_async_copy(source, target, scratch.kv_sem.at[buffer]).start()
+                pltpu.make_async_copy(source, place(buffer, i), scratch.kv_sem.at[buffer]).start()
 
     def wait_for_pages(z, b, buffer):
         """A semaphore counts bytes: wait for the number of pages in its binary digits."""
@@ -88,7 +95,9 @@ def kernel(table, counts, *refs, plan: Plan):
 
             @pl.when(((end - begin) >> digit) & 1 == 1)
             def _(some=1 << digit):
-                pages = scratch.kv.at[buffer, pl.ds(0, some)]
+                pages = place(buffer, 0)
+                if some >= stacked:
+                    pages = scratch.kv.at[buffer, pl.ds(0, some // stacked)]
                 pltpu.make_async_copy(pages, pages, scratch.kv_sem.at[buffer]).wait()
 
     def q_copy(z):

@@ -1,7 +1,8 @@
 """Block sizes of the TPU kernel: tuned ones from `tpu_sizes.json`, else by formula.
 
 A key of the table is a chip's name, then "H128 K8 C16 bfloat16": width and number of KV heads, page
-size and dtype of the cache; the value has fields of `Sizes` for decode.
+size and dtype of the cache; then "few" or "chunk", see `default_sizes`; the value is how many keys
+a block has. Both come from the bundles of compiled kernels (docs/tpu-kernels.md).
 """
 
 import json
@@ -34,6 +35,11 @@ def rows_of(spec: KernelSpec, queries: int) -> int:
     return -(-spec.num_heads // spec.page_rows * queries // SUBLANES) * SUBLANES
 
 
+def unrolled(spec: KernelSpec, sizes: Sizes) -> bool:
+    """Whether all heads of a block are one stretch of code, which hides latencies of few rows."""
+    return rows_of(spec, sizes.queries) <= 4 * SUBLANES
+
+
 def vmem_bytes(spec: KernelSpec, sizes: Sizes) -> int:
     """Vector memory of one call: page blocks, queries and outputs twice, softmax state, scores."""
     rows = rows_of(spec, sizes.queries)
@@ -49,33 +55,47 @@ def vmem_limit(chip: Chip) -> int:
     return chip.vmem_bytes * 3 // 4
 
 
-def _pages_of_block(spec: KernelSpec, most_keys: int) -> int:
+def _pages_of_block(spec: KernelSpec, most_keys: int, tuned_keys: int | None) -> int:
     unit = math.lcm(spec.page_size, LANES) // spec.page_size  # whole registers of scores
-    most = min(BLOCK_BYTES // spec.page_bytes, most_keys // spec.page_size, spec.pages_per_slot)
-    return max(1, most // unit) * unit
+    most = min(BLOCK_BYTES // spec.page_bytes, most_keys // spec.page_size)
+    if tuned_keys is not None:
+        most = tuned_keys // spec.page_size
+    return max(1, min(most, spec.pages_per_slot) // unit) * unit
+
+
+def read_table() -> dict[str, dict[str, dict[str, int]]]:
+    return json.loads(resources.files(__package__).joinpath("tpu_sizes.json").read_text("utf-8"))
+
+
+def _tuned(spec: KernelSpec, chip: Chip | None) -> dict[str, int]:
+    if chip is None:
+        return {}
+    table = read_table()
+    key = f"H{spec.head_dim} K{spec.num_kv_heads} C{spec.page_size} {spec.kv_dtype}"
+    return table.get(chip.name, {}).get(key, {})
 
 
 def default_sizes(spec: KernelSpec, chip: Chip | None) -> tuple[Sizes, ...]:
     """One call where all slots bring few tokens, else one for single tokens and one for chunks."""
     most = min(spec.max_q_len, spec.num_rows)
-    chunks = most > FEW_QUERIES
-    tuned = {}
-    if chip is not None:
-        table = json.loads(resources.files(__package__).joinpath("tpu_sizes.json").read_text())
-        key = f"H{spec.head_dim} K{spec.num_kv_heads} C{spec.page_size} {spec.kv_dtype}"
-        tuned = table.get(chip.name, {}).get(key, {})
-    few_queries = 1 if chunks else 1 << (most - 1).bit_length()
-    few = Sizes(few_queries, **({"pages": _pages_of_block(spec, MOST_KEYS)} | tuned))
+    chunks, tuned = most > FEW_QUERIES, _tuned(spec, chip)
+    few = Sizes(
+        1 if chunks else 1 << (most - 1).bit_length(),
+        _pages_of_block(spec, MOST_KEYS, tuned.get("few")),
+    )
     while chip is not None and few.buffers > 2 and vmem_bytes(spec, few) > vmem_limit(chip):
         few = replace(few, buffers=few.buffers // 2)
     if not chunks:
         return (few,)
-    # As many rows as a matmul likes, but each slot may need a tile of its own: tiles hold at most
-    # about five times the rows that there are.
+    # A tile's rows share what a block costs beside them, up to 512 rows, but each slot may need a
+    # tile of its own: tiles hold at most about five times the rows that there are.
     group = spec.num_heads // spec.page_rows
-    queries = max(8, min(128, 256 // group, 4 * spec.num_rows // spec.num_slots))
+    few_rows = min(1 << (most - 1).bit_length(), 4 * spec.num_rows // spec.num_slots)
+    queries = max(8, min(128, 512 // group, few_rows))
     chunk = Sizes(
-        1 << (queries.bit_length() - 1), _pages_of_block(spec, MOST_KEYS_OF_CHUNK), buffers=2
+        1 << (queries.bit_length() - 1),
+        _pages_of_block(spec, MOST_KEYS_OF_CHUNK, tuned.get("chunk")),
+        buffers=2,
     )
     while chip is not None and chunk.queries > 8 and vmem_bytes(spec, chunk) > vmem_limit(chip):
         chunk = replace(chunk, queries=chunk.queries // 2)

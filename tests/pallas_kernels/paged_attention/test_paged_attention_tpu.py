@@ -206,13 +206,19 @@ def test_b104_poison_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "chip"),
-    [("int8", None), ("float8_e4m3fn", None), ("float8_e4m3fn", "tpu7x"), ("float8_e5m2", None)],
+    ("kv_dtype", "chip", "page_size"),
+    [
+        ("int8", None, 16),
+        ("float8_e4m3fn", None, 8),
+        ("float8_e4m3fn", "tpu7x", 8),
+        ("float8_e4m3fn", "tpu7x", 16),
+        ("float8_e5m2", None, 8),
+    ],
 )
-def test_narrow_pages_with_scales_per_head(kv_dtype, chip):
+def test_narrow_pages_with_scales_per_head(kv_dtype, chip, page_size):
     """The oracle reads the multiples that were stored, so only arithmetic differs. On tpu7x float8
-    meets float8: queries and weights are sums of two."""
-    case = Case("narrow", 6, 2, 64, 8, (1, 7, 2), (30, 40, 5))
+    meets float8: queries and weights are sums of two. Pages of 16 are two to a register."""
+    case = Case("narrow", 6, 2, 64, page_size, (1, 7, 2), (30, 6 * page_size + 1, 5), window=60)
     inputs = make_inputs(case, dtype="bfloat16")
     scale_2K = np.array([[0.02, 0.03], [0.05, 0.01]], np.float32)
     by_head = scale_2K[None, :, :, None, None]
@@ -231,3 +237,14 @@ def test_narrow_pages_with_scales_per_head(kv_dtype, chip):
     )
     wide = inputs._replace(kv_pages=np.asarray(stored, np.float64) * by_head)
     assert excess(out_TNH, case, wide, spec) <= 1
+
+
+def test_tpu_interpreter_finds_no_race_among_pages_of_one_register(capfd):
+    """One, two and three pages of a block, the rest of whose memory starts as NaN."""
+    case = Case("pairs", 2, 2, 128, 16, (1, 1, 1), (9, 70, 100))
+    inputs = make_inputs(case, dtype="bfloat16")
+    narrow = inputs._replace(kv_pages=inputs.kv_pages.astype(jnp.float8_e5m2))
+    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    out_TNH, spec = run(case, narrow, (Sizes(1, 4, 2),), interpret, jnp.ones((2, 2)))
+    assert excess(out_TNH, case, narrow, spec) <= 1
+    assert "RACE" not in capfd.readouterr().out.upper()

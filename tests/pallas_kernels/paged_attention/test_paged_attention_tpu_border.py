@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.chips import CHIPS, chip
-from pallas_kernels.paged_attention import choose, refusals
+from pallas_kernels.paged_attention import choose, refusals, tpu_sizes
 from pallas_kernels.paged_attention.layout import lanes_of, num_kv_heads_of, pages_shape
 from pallas_kernels.paged_attention.spec import check, tolerance
 from pallas_kernels.paged_attention.tpu import pack, unpack
@@ -96,6 +96,16 @@ def test_sizes_of_the_formula_fit(each, page_size, heads, max_q_len):
         assert sizes.pages * page_size % 128 == 0
         assert vmem_bytes(spec, sizes) <= each.vmem_bytes * 3 // 4
     assert default_sizes(spec, each)[-1].queries >= min(max_q_len, 8)
+
+
+def test_tuned_sizes_come_before_the_formula(monkeypatch):
+    spec = spec_of(max_q_len=512, num_rows=512, slots=8)
+    few, chunk = default_sizes(spec, V6E)
+    assert tpu_sizes.read_table().keys() <= CHIPS.keys()
+    table = {"v6e": {"H128 K8 C16 bfloat16": {"few": 256}}}
+    monkeypatch.setattr(tpu_sizes, "read_table", lambda: table)
+    assert default_sizes(spec, V6E) == (dataclasses.replace(few, pages=256 // 16), chunk)
+    assert default_sizes(spec, chip("v5e")) == (few, chunk)
 
 
 @pytest.mark.parametrize(
