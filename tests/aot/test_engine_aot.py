@@ -92,18 +92,27 @@ def moves_of_the_cache(result) -> list:
     [
         ("v5e", 32, {"num_layers": 2, "page_size": 64, "num_pages": 1025}),
         ("v6e:2x2", 512, LLAMA),
+        ("v5p", 64, LLAMA),
+        ("tpu7x", 64, LLAMA),
         ("h100:1x1x4", 64, LLAMA | {"attention_impl": "xla"}),
     ],
-    ids=["smollm2-v5e-narrow", "llama-v6e:2x2-wide", "llama-h100:1x1x4-xla"],
+    ids=[
+        "smollm2-v5e-narrow",
+        "llama-v6e:2x2-wide",
+        "llama-v5p",
+        "llama-tpu7x",
+        "llama-h100:1x1x4-xla",
+    ],
 )
 def test_b81_the_whole_step_leaves_the_cache_where_it_is(target, width, changes):
     """On TPUs by the Mosaic kernels; on several devices each updates its own heads' pages."""
     result = the_step(target, width, **changes)
     kernels = [op.name for op in result.main.all_ops() if op.name.startswith("cache_update")]
-    assert bool(kernels) == target.startswith("v")
+    assert bool(kernels) == (not target.startswith("h100"))
     assert result.notes == ()
     assert result.watched_copies == ()
     assert moves_of_the_cache(result) == []
     # Of sampling and the vocabulary, however many layers there are; 1% of all 32 layers' cache is
     # 164 MiB on one of four devices.
-    assert result.temp_bytes <= 128 * 2**20
+    share = {"v5p": 1, "tpu7x": 2}.get(target, 4)
+    assert result.temp_bytes <= 512 // share * 2**20
