@@ -1,0 +1,68 @@
+"""A prefix hit is proved: each part of the proof ends the chain alone, even where hashes agree."""
+
+from functools import lru_cache
+
+import jax.numpy as jnp
+import pytest
+
+from engine.pages import lookup, page_hashes, publish, root_hash, take
+from engine.state import PagePool, init_state
+from tests.engine.test_advance import BASE, STEMS
+
+TOKENS_BWC = jnp.asarray(STEMS[0][:8], jnp.int32).reshape(1, 2, 4)
+SALT_B, ZERO_B = jnp.asarray([3], jnp.int32), jnp.zeros(1, jnp.int32)
+BOTH_BW = jnp.ones((1, 2), bool)
+
+
+@lru_cache
+def published() -> PagePool:
+    """Pages 1 and 2 hold a history of eight tokens."""
+    pool, page_W = take(init_state(BASE, None).pool, jnp.asarray([True, True]))
+    hash_BW = root_hash(SALT_B)[:, None] + jnp.cumsum(page_hashes(TOKENS_BWC, ZERO_B), axis=-1)
+    page_BW, hash_BW = page_W[None], hash_BW.astype(jnp.uint32)
+    pool, canonical_BW = publish(
+        *(pool, page_BW, TOKENS_BWC, hash_BW, SALT_B, ZERO_B, ZERO_B, BOTH_BW)
+    )
+    assert canonical_BW.tolist() == [[1, 2]]
+    return pool
+
+
+def found(pool: PagePool) -> int:
+    page_BW, length_B, _ = lookup(pool, TOKENS_BWC, SALT_B, BOTH_BW)
+    assert page_BW[0, : int(length_B[0])].tolist() == [1, 2][: int(length_B[0])]
+    return int(length_B[0])
+
+
+def test_a_published_history_is_found_whole():
+    assert found(published()) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "page", "value"),
+    [
+        ("published_P", 2, False),
+        ("content_PC", 2, 96),
+        ("salt_P", 2, 4),
+        ("parent_P", 2, 5),
+        ("parent_epoch_P", 2, 9),
+        ("epoch_P", 1, 9),  # the parent was taken again: the link is stale
+    ],
+)
+def test_b54_each_part_of_the_proof_ends_the_chain(field, page, value):
+    pool = published()
+    changed = getattr(pool, field).at[page].set(value, mode="drop")
+    assert found(pool.replace(**{field: changed})) == 1
+
+
+def test_a_page_that_is_taken_begins_an_epoch():
+    pool, page_N = take(published(), jnp.asarray([True, False]))
+    assert (pool.epoch_P - published().epoch_P).tolist() == [
+        int(page == int(page_N[0])) for page in range(BASE.num_pages)
+    ]
+
+
+def test_hashes_tell_where_tokens_stand():
+    here, there = (page_hashes(TOKENS_BWC, jnp.asarray([first])) for first in (0, 1))
+    assert bool(jnp.all(here != there))
+    swapped = page_hashes(TOKENS_BWC[:, ::-1], ZERO_B)
+    assert int(jnp.sum(here)) != int(jnp.sum(swapped))
