@@ -51,15 +51,26 @@ def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
 
 
 def _block(spec: KernelSpec, sizes: Sizes, most_keys: int, budget_bytes: int) -> Sizes:
-    """As many keys in flight as fit into the budget. The third block of 8-bit keys, which each
-    thread widens before use, would cost more registers than there are."""
-    narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
+    """As many keys in flight as fit into the budget and as ptxas has registers for: it spills with
+    three blocks of 8-bit keys, which a thread widens before use, and two of 32 float32 keys."""
+    in_flight = (3, 2)
+    if jnp.dtype(spec.kv_dtype).itemsize == 1:
+        in_flight = (2,)
+    elif "float32" in (spec.q_dtype, spec.kv_dtype) and most_keys > 16:
+        in_flight = (1,)
     for keys in (64, 32, 16):
-        for stages in (2,) if narrow else (3, 2):
+        for stages in in_flight:
             each = replace(sizes, keys=keys, stages=stages)
             if keys <= most_keys and shared_bytes(spec, each) <= budget_bytes:
                 return each
     return each
+
+
+def _widens_many(spec: KernelSpec, chip: Chip) -> bool:
+    """Whether ptxas spills where 8-bit keys meet 128 rows: not on Hopper, else on Blackwell always
+    and before from 128 lanes on."""
+    major, _ = chip.compute_capability
+    return major != 9 and (major > 9 or lanes_of(spec) >= 128)
 
 
 def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
@@ -69,8 +80,9 @@ def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
     from_registers = chip.compute_capability < (9, 0)
     narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
     if "float32" in (spec.q_dtype, spec.kv_dtype):
-        rows, keys, warps = FEWEST_ROWS, 16, 4  # products of single numbers, not of tiles
-    elif lanes_of(spec) > 128 or (narrow and chip.compute_capability[0] != 9):
+        # Products of single numbers, not of tiles.
+        rows, keys, warps = FEWEST_ROWS, 16 if lanes_of(spec) > 128 else 32, 4
+    elif lanes_of(spec) > 128 or (narrow and _widens_many(spec, chip)):
         rows, keys, warps = 64, 32, 8
     else:
         rows, keys, warps = 128, 32 if from_registers else 64, 8
@@ -105,6 +117,6 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)
     most_keys = 32 if lanes_of(spec) > 128 else 64
     if "float32" in (spec.q_dtype, spec.kv_dtype):
-        most_keys = 16
+        most_keys //= 2
     few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - 1024)
     return (few, _chunk(spec, chip)) if chunks else (few,)
