@@ -1,6 +1,7 @@
 """The engine's own programs, compiled for chips: kernels per round, loops, copies of the cache."""
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -94,18 +95,18 @@ def moves_of_the_cache(result) -> list:
         ("v6e:2x2", 512, LLAMA),
         ("v5p", 64, LLAMA),
         ("tpu7x", 64, LLAMA),
-        ("h100:1x1x4", 64, LLAMA | {"attention_impl": "xla"}),
+        ("h100:1x1x8", 64, LLAMA),
     ],
     ids=[
         "smollm2-v5e-narrow",
         "llama-v6e:2x2-wide",
         "llama-v5p",
         "llama-tpu7x",
-        "llama-h100:1x1x4-xla",
+        "llama-h100:1x1x8",
     ],
 )
 def test_b81_the_whole_step_leaves_the_cache_where_it_is(target, width, changes):
-    """On TPUs by the Mosaic kernels; on several devices each updates its own heads' pages."""
+    """By the chips' own kernels; on several devices each updates its own heads' pages."""
     result = the_step(target, width, **changes)
     kernels = [op.name for op in result.main.all_ops() if op.name.startswith("cache_update")]
     assert bool(kernels) == (not target.startswith("h100"))
@@ -116,3 +117,26 @@ def test_b81_the_whole_step_leaves_the_cache_where_it_is(target, width, changes)
     # 164 MiB on one of four devices.
     share = {"v5p": 1, "tpu7x": 2}.get(target, 4)
     assert result.temp_bytes <= 512 // share * 2**20
+
+
+def attention_operations(result) -> Counter:
+    """What the program does for attention, by kind: the files of the kernel and its page layout."""
+    found = Counter()
+    for op in result.main.all_ops():
+        if "/paged_attention/" in op.source:
+            found["scatter" if op.source.endswith("scatter") else op.opcode] += 1
+    return found
+
+
+def test_a_layer_of_a_step_on_a_gpu_attends_with_its_kernels_alone():
+    """Each layer writes its new keys and values and calls attention and `combine`, in the pass of
+    decoding rows and in that of prompt tokens; what else there is, is there once for all layers."""
+    result = the_step("a100", 64, **LLAMA | {"num_layers": 4})
+    assert result.notes == ()
+    found = attention_operations(result)
+    assert found.pop("custom-call") == 4 * (2 + 3)
+    assert found.pop("scatter") == 4 * (1 + 1)
+    # The plans of the two passes: a further operation per layer and pass would be eight more.
+    assert found.keys() <= {"fusion"}
+    assert found["fusion"] < 24
+    assert result.watched_copies == ()
