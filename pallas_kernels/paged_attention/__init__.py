@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.chips import Chip
-from pallas_kernels.paged_attention import gpu_triton, reference, tpu, xla
+from pallas_kernels.paged_attention import gpu_mosaic, gpu_triton, reference, tpu, xla
 from pallas_kernels.paged_attention.spec import KernelSpec, check
 
 
@@ -31,6 +31,7 @@ class Implementation:
 # In the order in which "auto" tries them.
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.supports, tpu.attend),
+    "gpu_mosaic": Implementation(gpu_mosaic.supports, gpu_mosaic.attend),
     "gpu_triton": Implementation(gpu_triton.supports, gpu_triton.attend),
     "xla": Implementation(xla.supports, xla.attend),
     "reference": Implementation(reference.supports, reference.attend),

@@ -193,17 +193,21 @@ def _attend(consumer: Consumer, q_ref, sinks_ref, out_refs, work: Work, n0: jax.
 
 
 def _read_queries(consumer: Consumer, q_ref, work: Work) -> None:
-    """Token by token, since a tile may end anywhere in a slot: past its end the last one again."""
+    """Token by token, since a tile may end anywhere in a slot; other rows hold anything."""
     scratch, mine, group = consumer.scratch, consumer.index, consumer.plan.group
-    last = consumer.tokens(work) - 1
+    tokens = consumer.tokens(work)
 
-    @pl.loop(0, consumer.plan.sizes.tile_queries)
+    @pl.loop(0, tokens)
     def _(i):
         plgpu.copy_gmem_to_smem(
-            q_ref.at[work.row + consumer.first_token + jnp.minimum(i, last), work.head],
+            q_ref.at[work.row + consumer.first_token + i, work.head],
             scratch.rows_AMH.at[mine, pl.ds(i * group, group)],
             scratch.rows_here.at[mine],
         )
+
+    @pl.loop(tokens, consumer.plan.sizes.tile_queries)
+    def _(_):
+        plgpu.barrier_arrive(scratch.rows_here.at[mine])
 
     plgpu.barrier_wait(scratch.rows_here.at[mine])
     for j in range(0, q_ref.shape[3], WIDTH):

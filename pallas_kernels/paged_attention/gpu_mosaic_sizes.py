@@ -15,6 +15,7 @@ from pallas_kernels.paged_attention.spec import KernelSpec
 ROWS = 64  # of a warpgroup's matmul
 KEYS = 64  # of a block
 WIDTH = 64  # columns of queries, values and outputs that are in registers at once
+SHARED_HEAD_DIMS = (64,)  # at which two consumers that share a ring need no more than 232 registers
 MOST_STAGES = 8
 RESERVED_BYTES = 4096  # barriers, sums across warps, alignment
 
@@ -52,16 +53,18 @@ def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
 
 
 def default_sizes(spec: KernelSpec, chip: Chip) -> Sizes:
-    """Decode: one consumer per ring, and two rings where they fit. Chunks: two consumers share."""
+    """Two rings with a consumer each; for chunks of a prompt one ring that two consumers share,
+    where a consumer then finds registers enough."""
     group = spec.num_heads // spec.num_kv_heads
     most, fit = min(spec.max_q_len, spec.num_rows), ROWS // group
     chunks = most > FEW_QUERIES
+    tiles = 2 if chunks and spec.head_dim in SHARED_HEAD_DIMS else 1
     split_queries = max(1, FEWEST_ROWS // group) if chunks else most
     parts, part_keys = parts_of(spec, split_queries, chip)
     sizes = Sizes(
-        queries=2 * fit if chunks else min(fit, most),
-        tiles=2 if chunks else 1,
-        streams=2 if spec.head_dim <= 128 and not chunks else 1,
+        queries=tiles * min(fit, most),
+        tiles=tiles,
+        streams=2 // tiles,
         stages=0,
         programs=chip.cores,
         split_queries=split_queries,

@@ -6,14 +6,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels.chips import chip as chip_named
-from pallas_kernels.paged_attention import gpu_triton
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
 from pallas_kernels.paged_attention.layout import write_pages
 from sharding.aot import Program
 from tests.aot.attention_calls import LLAMA, array, call, named_calls, steps_of
 
 
 def named_cases(
-    mesh: Mesh, *, chip: str, dtypes: tuple[tuple[str, str], ...], names: tuple[str, ...] = ()
+    mesh: Mesh,
+    *,
+    chip: str,
+    dtypes: tuple[tuple[str, str], ...],
+    names: tuple[str, ...] = (),
+    impl: str = "gpu_triton",
 ) -> Program:
     """The named cases, all of them by default, with queries and pages of each of these pairs of
     dtypes, in one program."""
@@ -29,7 +34,7 @@ def named_cases(
 
     def attend(calls):
         return [
-            gpu_triton.attend(
+            IMPLEMENTATIONS[impl].attend(
                 *arrays, sinks_N=sinks_N, kv_scale_2K=scale_2K, **each, chip=chip_named(chip)
             )
             for (*arrays, sinks_N, scale_2K), each in zip(calls, static, strict=True)
@@ -51,6 +56,7 @@ def attention(
     rows: int = 64,
     max_q_len: int = 1,
     pages: int = 4096,
+    impl: str = "gpu_triton",
 ) -> Program:
     """One call of attention."""
     arrays = call(mesh, heads, page_size, slots, rows, columns, q_dtype, kv_dtype, pages)
@@ -58,7 +64,7 @@ def attention(
     if jnp.dtype(kv_dtype).itemsize == 1:
         scale_2K = array(mesh, (2, heads[1]), jnp.float32)
     attend = functools.partial(
-        gpu_triton.attend,
+        IMPLEMENTATIONS[impl].attend,
         scale=heads[2] ** -0.5,
         max_q_len=max_q_len,
         window=None,
@@ -69,15 +75,52 @@ def attention(
     return Program(lambda *a: attend(*a[:-1], kv_scale_2K=a[-1]), (*arrays, scale_2K))
 
 
+def shapes(
+    mesh: Mesh,
+    *,
+    chip: str,
+    impl: str,
+    head_dims: tuple[int, ...],
+    page_sizes: tuple[int, ...],
+    max_q_len: int,
+) -> Program:
+    """A call for each of these head widths and page sizes."""
+    calls = [
+        attention(
+            mesh,
+            chip=chip,
+            impl=impl,
+            heads=(*LLAMA[:2], head_dim),
+            page_size=page_size,
+            max_q_len=max_q_len,
+            rows=64 * min(max_q_len, 16),
+            columns=64,
+        )
+        for head_dim in head_dims
+        for page_size in page_sizes
+    ]
+    return Program(
+        lambda *args: [c.fn(*a) for c, a in zip(calls, args, strict=True)],
+        tuple(c.args for c in calls),
+    )
+
+
 def layers(
-    mesh: Mesh, *, chip: str, max_q_len: int, rows: int, num_layers: int = 2, heads=LLAMA
+    mesh: Mesh,
+    *,
+    chip: str,
+    max_q_len: int,
+    rows: int,
+    num_layers: int = 2,
+    heads=LLAMA,
+    impl: str = "gpu_triton",
 ) -> Program:
     """Layers' donated pools, written and attended to in a loop of steps."""
     slots, dtype = 64, "bfloat16"
     q_TNH, pool, table_SM, *slot_arrays = call(mesh, heads, 16, slots, rows, 64, dtype, dtype, 512)
     row_T = array(mesh, (rows,), jnp.int32)
     attend = functools.partial(
-        gpu_triton.attend,
+        IMPLEMENTATIONS[impl].attend,
         scale=0.1,
         max_q_len=max_q_len,
         window=None,

@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention.layout import pages_shape, write_pages
 from tests.pallas_kernels.paged_attention.attention_oracle import check, oracle
 
 # The kernels of a chip run interpreted in their own tests.
-IMPLS = sorted(IMPLEMENTATIONS.keys() - {"tpu", "gpu_triton"})
+IMPLS = sorted(IMPLEMENTATIONS.keys() - {"tpu", "gpu_mosaic", "gpu_triton"})
 each_impl = pytest.mark.parametrize("impl", IMPLS)
 
 

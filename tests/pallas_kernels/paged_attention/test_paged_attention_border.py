@@ -51,7 +51,7 @@ def arguments():
         ({"max_q_len": 0}, "max_q_len is 0: must be at least 1"),
         ({"window": 0}, "window is 0: must be at least 1"),
         ({"softcap": 0.0}, "softcap is 0.0: must be positive"),
-        ({"impl": "cuda"}, r"impl is 'cuda': must be one of \['auto', 'tpu', 'gpu_triton', 'xla'"),
+        ({"impl": "cuda"}, r"impl is 'cuda': must be one of \['auto', 'tpu', 'gpu_mosaic', 'gpu_"),
     ],
 )
 def test_bad_call_is_refused(change, message):

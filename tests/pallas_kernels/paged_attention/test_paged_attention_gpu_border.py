@@ -56,7 +56,7 @@ def test_fallback_and_its_reason():
     wide = gpu_spec(heads=(16, 1, 576))
     assert choose(wide, chip("h100")) == "xla"
     assert "head width 576" in refusals(wide, chip("h100"))["gpu_triton"]
-    assert choose(gpu_spec(num_pages=70_000), chip("h100")) == "gpu_triton"
+    assert choose(gpu_spec(num_pages=70_000), chip("a100")) == "gpu_triton"
     assert choose(gpu_spec(kv_dtype="float8_e5m2"), chip("a100")) == "xla"
     assert choose(gpu_spec(kv_dtype="float8_e5m2"), chip("h200")) == "gpu_triton"
 

@@ -25,9 +25,9 @@ pytestmark = needs_interpreter
 NAMED = {
     "smollm2_135m_verify": decode_sizes,
     "smollm2_135m_prefill": chunk_sizes,
-    "gemma_2_2b_decode": decode_sizes,
-    "gemma_3_270m_local_prefill": chunk_sizes,
+    "llama_3_1_8b_decode": decode_sizes,
     "qwen_2_5_0_5b_decode": decode_sizes,
+    "gpt_oss_20b_decode": decode_sizes,
 }
 
 

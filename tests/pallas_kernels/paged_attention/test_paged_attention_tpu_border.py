@@ -69,7 +69,7 @@ def test_fallback_and_its_reason():
     spec = spec_of()
     assert choose(spec, V6E) == "tpu"
     assert choose(spec) == "xla"
-    assert choose(spec, chip("h100")) == "gpu_triton"
+    assert choose(spec, chip("l4")) == "gpu_triton"
     assert refusals(spec, None)["tpu"] == "needs a TPU, the call is for the host CPU"
     assert refusals(spec, chip("h100"))["tpu"] == "needs a TPU, the call is for h100"
     plain = spec_of(heads=(8, 8, 64), lanes=1)
