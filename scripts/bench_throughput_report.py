@@ -100,7 +100,7 @@ def draw(rows: list[dict], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError('a picture needs matplotlib: pip install "pallasite[plots]"') from error
+        raise ValueError('a picture needs matplotlib: pip install -e ".[plots]"') from error
     rows = [row for row in rows if row["part"] == "serving"]
     figure = Figure(figsize=(8, 3), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)

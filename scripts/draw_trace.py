@@ -13,7 +13,7 @@ from itertools import groupby
 try:
     import matplotlib
 except ImportError:
-    print('drawing needs matplotlib: pip install "pallasite[plots]"', file=sys.stderr)
+    print('drawing needs matplotlib: pip install -e ".[plots]"', file=sys.stderr)
     sys.exit(2)
 import numpy as np
 from matplotlib.axes import Axes

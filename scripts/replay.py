@@ -6,6 +6,7 @@ weights and the dtype are the caller's to choose, so a record also compares two 
 
 import argparse
 import sys
+from pathlib import Path
 
 from engine.cli import add_model_arguments, open_model, run
 from engine.engine_args import network_engine
@@ -24,6 +25,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.record and Path(args.record).resolve() == Path(args.file).resolve():
+        raise ValueError(f"--record {args.record} is the record to replay; name another file")
     record = read_record(args.file)
     model = open_model(args)
     if model.config.vocab_size != record.limits.vocab_size:

@@ -71,7 +71,7 @@ def missing_compiler(target: Target) -> str | None:
         return None
     return (
         f"compiling for {target.name} needs {', '.join(absent)}, not installed here; "
-        "run: pip install 'pallasite[aot]'"
+        "run: pip install -e '.[aot]'"
     )
 
 

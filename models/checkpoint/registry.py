@@ -257,7 +257,7 @@ def _from_hub(model: str) -> Path:
     except ImportError as error:
         raise ValueError(
             f"{model!r} is no local path, and a Hugging Face id needs the huggingface_hub package: "
-            'pip install "pallasite[hub]"'
+            'pip install -e ".[hub]"'
         ) from error
     try:
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))

@@ -46,6 +46,9 @@ def test_a_record_replays_and_a_changed_one_names_the_token(run_here, tiny_model
     result = run_here("replay", record, *model)
     assert result.stdout.startswith(b"identical: 8 tokens of 2 requests"), result.stderr
     assert result.returncode == 0
+    result = run_here("replay", record, *model, "--record", record)
+    assert result.returncode == 2
+    assert b"is the record to replay; name another file" in result.stderr
     lines = record.read_text().splitlines(keepends=True)
     at = next(i for i, line in enumerate(lines) if '"emitted":[[' in line)
     head, tail = lines[at].split('"emitted":[[')

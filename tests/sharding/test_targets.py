@@ -66,6 +66,6 @@ def test_an_absent_compiler_is_named_with_what_to_install(monkeypatch, name, mod
     monkeypatch.setattr("sharding.targets._installed", lambda wanted: wanted != module)
     assert missing_compiler(parse_target(name)) == (
         f"compiling for {name} needs {module}, not installed here; "
-        "run: pip install 'pallasite[aot]'"
+        "run: pip install -e '.[aot]'"
     )
     assert missing_compiler(parse_target("cpu")) is None
