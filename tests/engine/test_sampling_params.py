@@ -126,11 +126,12 @@ def test_b21_token_ids_are_below_the_vocabulary():
     refused = (
         {"logit_bias": {50: 5}},
         {"allowed_token_ids": [3, 50]},
-        {"bad_word_ids": [[50]]},
     )
     for fields in refused:
         with pytest.raises(ValueError, match=r"50, outside 0 \.\. 49"):
             row(**fields)
+    with pytest.raises(ValueError, match=r"must be in 0 \.\. 49, got 50"):
+        row(bad_word_ids=[[50]])
     with pytest.raises(ValueError, match=r"50, outside 0 \.\. 49"):
         stop_ids_of(SamplingParams(stop_token_ids=[50]), (), 50, 3)
 
