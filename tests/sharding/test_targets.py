@@ -65,7 +65,6 @@ def test_descriptions_of_gpus_agree_with_the_chip_table(c):
 def test_an_absent_compiler_is_named_with_what_to_install(monkeypatch, name, module):
     monkeypatch.setattr("sharding.targets._installed", lambda wanted: wanted != module)
     assert missing_compiler(parse_target(name)) == (
-        f"compiling for {name} needs {module}, not installed here; "
-        "run: pip install -e '.[aot]'"
+        f"compiling for {name} needs {module}, not installed here; run: pip install -e '.[aot]'"
     )
     assert missing_compiler(parse_target("cpu")) is None
