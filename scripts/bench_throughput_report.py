@@ -113,6 +113,7 @@ def draw(rows: list[dict], path: Path) -> None:
     right.barh(names, [100 * x for x in held], color="#d9d9d9", label="held")
     right.barh(names, [100 * x for x in used], color="#3b6ea5", label="holds tokens")
     right.set_xlabel("% of the cache")
-    right.legend(frameon=False)
+    right.set_xlim(0, 100)
+    figure.legend(loc="outside upper right", ncols=2, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
