@@ -1,4 +1,4 @@
-"""The Triton attention kernels compiled for GPUs that are not here: no spills, nothing beside them.
+"""The GPU attention kernels compiled for GPUs that are not here: no spills, nothing beside them.
 
 Registers and spills are ptxas's, shared memory and threads are those that XLA launches with.
 """
@@ -103,23 +103,31 @@ def test_two_programs_share_an_sm(chip):
 
 
 PASSES = {"decode": {"max_q_len": 1, "rows": 64}, "mixed": {"max_q_len": 512, "rows": 1024}}
+# Kernels of a layer: attention, of few and of many new tokens with Triton, and `combine`.
+CALLS = {
+    ("gpu_triton", "decode"): 2,
+    ("gpu_triton", "mixed"): 3,
+    ("gpu_mosaic", "decode"): 2,
+    ("gpu_mosaic", "mixed"): 2,
+}
 
 
-def layers(name, num_layers):
+def layers(impl, name, num_layers):
     """That many layers' pools, written and attended to in a loop of steps."""
-    return compiled("layers", "h100", kernels=False, num_layers=num_layers, **PASSES[name])
+    arguments = {"impl": impl, "num_layers": num_layers} | PASSES[name]
+    return compiled("layers", "h100", kernels=False, **arguments)
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_cache_is_written_in_place(name):
+@pytest.mark.parametrize(("impl", "name"), CALLS)
+def test_cache_is_written_in_place(impl, name):
     """All of the cache is aliased and no operation copies it."""
-    result = layers(name, 2)
+    result = layers(impl, name, 2)
     assert result.alias_bytes >= 2 * POOL_BYTES
     assert result.watched_copies == ()
 
 
-@pytest.mark.parametrize(("name", "calls"), [("decode", 2), ("mixed", 3)])
-def test_a_layer_is_its_write_and_its_kernels(name, calls):
+@pytest.mark.parametrize(("impl", "name"), CALLS)
+def test_a_layer_is_its_write_and_its_kernels(impl, name):
     """What a layer more adds to the program: attention, `combine` and the scatter of new keys."""
 
     def operations(result):
@@ -129,5 +137,5 @@ def test_a_layer_is_its_write_and_its_kernels(name, calls):
             kinds["scatter" if scatters else op.opcode] += 1
         return kinds
 
-    more = operations(layers(name, 3)) - operations(layers(name, 2))
-    assert more == {"custom-call": calls, "scatter": 1}
+    more = operations(layers(impl, name, 3)) - operations(layers(impl, name, 2))
+    assert more == {"custom-call": CALLS[impl, name], "scatter": 1}
