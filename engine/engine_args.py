@@ -51,7 +51,7 @@ class EngineArgs:
                             what one request may ask for: best log-probabilities per token, entries
                             of its lists, tokens of a bad word; each slot has room for as many
     scheduling_policy       continuous, or static (admit only when nothing runs)
-    steps_per_dispatch      rounds the device runs before the host looks
+    steps_per_dispatch      rounds the device runs before the host looks: fewer for smoother streams
     overlap                 dispatch before the previous dispatch's tokens are read
     attention_impl          auto, or an implementation of ragged paged attention
     record                  file to write the record of every dispatch to
@@ -72,7 +72,7 @@ class EngineArgs:
     max_bad_word_len: int = 8
     max_stop_ids: int = 8
     scheduling_policy: str = "continuous"
-    steps_per_dispatch: int = 8
+    steps_per_dispatch: int = 16
     overlap: bool = True
     attention_impl: str = "auto"
     record: str | Path | None = None

@@ -41,6 +41,7 @@ def main() -> None:
             else args.max_model_len
         ),
         page_size=args.page_size,
+        steps_per_dispatch=8,  # text comes in small pieces
     )
     print("preparing programs (compiled once, then kept)", file=sys.stderr)
     llm.engine.compile()

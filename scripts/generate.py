@@ -89,6 +89,7 @@ def main() -> None:
         max_model_len=length_bucket(prompts, args.max_tokens, model.config.max_position),
         page_size=args.page_size,
         num_pages=args.num_pages,
+        steps_per_dispatch=8,  # text comes in small pieces
         record=args.record,
     )
     print("preparing programs (compiled once, then kept)", file=sys.stderr)
