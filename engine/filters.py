@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from engine.row_search import largest_threshold, nth_true, top_rows
+from engine.row_search import shortest_prefix, top_rows
 
 NUM_CANDIDATES = 64
 MORE_CANDIDATES = 1024  # of rows that the first ones do not decide and whose top-k is within these
@@ -88,8 +88,8 @@ def _search(
 
     def group(carry):
         start, kept = carry
-        nth_U = start + jnp.arange(size)
-        row_U = jnp.where(nth_U < count, order_R.at[nth_U].get(mode="clip"), num_rows)
+        nth_U = jnp.minimum(start + jnp.arange(size), count - 1)  # the last one fills a group
+        row_U = order_R.at[nth_U].get(mode="clip")
 
         def pick(x_R):
             return x_R.at[row_U].get(mode="clip")
@@ -142,41 +142,35 @@ def keep_by_candidates(
 
 
 def keep_by_whole_rows(weight_RV: jax.Array, settings: Settings) -> Kept:
-    """The same prefix for any row, by bisection over the weight of its last member."""
-    num_rows, vocab = weight_RV.shape
-    top_k_R = jnp.where(settings.top_k_R > 0, jnp.minimum(settings.top_k_R, vocab), vocab)
-    kept = _above(settings.min_p_R, vocab)
+    """The same prefix for any row, whatever its length."""
+    vocab = weight_RV.shape[-1]
 
-    def by_count() -> Kept:
-        def count(mask_RV):
-            return jnp.sum(jnp.where(mask_RV, 1.0, 0.0), axis=-1)
+    def cut(kept: Kept, asks_R: jax.Array, find: Callable) -> Kept:
+        """`kept`, in rows that ask no longer than what `find` says of the weights it leaves."""
 
-        wanted_R = top_k_R.astype(jnp.float32)
-        floor_R = largest_threshold(
-            lambda t_R: count(weight_RV >= t_R[:, None]) >= wanted_R, num_rows
-        )
-        missing_R = wanted_R - count(weight_RV > floor_R[:, None])
-        last_R = nth_true(weight_RV == floor_R[:, None], missing_R)
-        return _shorter(kept, Kept(floor_R=floor_R, last_id_R=last_R))
+        def shorter() -> Kept:
+            left_RV = jnp.where(kept_mask(kept, weight_RV), weight_RV, 0.0)
+            return jax.tree.map(
+                partial(jnp.where, asks_R), _shorter(kept, Kept(*find(left_RV))), kept
+            )
 
-    kept = jax.lax.cond(jnp.any(top_k_R < vocab), by_count, lambda: kept)
+        return jax.lax.cond(jnp.any(asks_R), shorter, lambda: kept)
 
-    def by_mass() -> Kept:
-        left_RV = jnp.where(kept_mask(kept, weight_RV), weight_RV, 0.0)
+    def by_count(left_RV: jax.Array):
+        count_R = settings.top_k_R.astype(jnp.float32)
+        return shortest_prefix(left_RV, jnp.zeros_like(count_R), count_R, jnp.ones_like)
 
-        def mass(mask_RV):
-            return jnp.sum(jnp.where(mask_RV, left_RV, 0.0), axis=-1)
+    def by_mass(left_RV: jax.Array):
+        total_R = jnp.sum(left_RV, axis=-1)
+        target_R = _target(total_R, settings.top_p_R)
+        # The last one kept and those after it have the rest together: it is above their mean. Half
+        # of that, for sums that round.
+        least_R = (total_R - target_R) / (2 * vocab)
+        return shortest_prefix(left_RV, least_R, target_R, lambda x_RV: x_RV)
 
-        target_R = _target(jnp.sum(left_RV, axis=-1), settings.top_p_R)
-        floor_R = largest_threshold(lambda t_R: mass(left_RV >= t_R[:, None]) >= target_R, num_rows)
-        missing_R = target_R - mass(left_RV > floor_R[:, None])
-        num_R = jnp.maximum(jnp.ceil(missing_R / jnp.maximum(floor_R, 1e-30)), 1.0)
-        last_R = nth_true(left_RV == floor_R[:, None], num_R)
-        return _shorter(kept, Kept(floor_R=floor_R, last_id_R=last_R))
-
-    limits_mass_R = settings.top_p_R < 1
-    shorter = jax.lax.cond(jnp.any(limits_mass_R), by_mass, lambda: kept)
-    return jax.tree.map(partial(jnp.where, limits_mass_R), shorter, kept)
+    limits_count_R = (settings.top_k_R > 0) & (settings.top_k_R < vocab)
+    kept = cut(_above(settings.min_p_R, vocab), limits_count_R, by_count)
+    return cut(kept, settings.top_p_R < 1, by_mass)
 
 
 def _first_reached(upto_RJ: jax.Array, target_R: jax.Array) -> tuple[jax.Array, jax.Array]:

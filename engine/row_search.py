@@ -1,15 +1,20 @@
-"""Searches along rows of a large vocabulary that read it once or twice instead of sorting it.
+"""Searches along rows of a large vocabulary that read it a few times instead of sorting it.
 
 A row of V entries is seen as B blocks of b; what is sought is first narrowed to blocks, by a
 reduction, then looked for inside them. Order is (value descending, id ascending) everywhere.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 _BLOCK = 256
 _TOP_BLOCK = 64
+_FEW = 64  # entries that a search sorts to end
+_GUESSING = 12  # halvings of a search of which every second is a guess instead
 
 
 def argmax_rows(x_RV: jax.Array) -> jax.Array:
@@ -51,25 +56,95 @@ def _top_k(x_RV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return value_RJ, id_RJ.astype(jnp.int32)
 
 
-def largest_threshold(reaches, num_rows: int) -> jax.Array:
-    """Per row, the largest float32 in 0 .. 1 that `reaches`, which is true at 0 and monotone.
+@struct.dataclass
+class _Bounds:
+    """Bit patterns of two weights and the sums of values from each up: only the first reaches the
+    target."""
 
-    Bisection on bit patterns, which order like the non-negative floats they encode. Subnormal
-    numbers, which some processors take for 0, become 0.
+    low_R: jax.Array
+    high_R: jax.Array
+    from_low_R: jax.Array
+    from_high_R: jax.Array
+    steps: jax.Array
+
+
+def shortest_prefix(
+    weight_RV: jax.Array,
+    least_R: jax.Array,
+    target_R: jax.Array,
+    value: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """(weight_R, id_R) of the entry with which the sum of values, best weight first, reaches the
+    target.
+
+    Weights are in 0 .. 1, those from `least_R` up reach the target, and `value` of a weight does
+    not fall with it. Bisection on bit patterns, which order like the non-negative floats that they
+    encode, until what lies between the bounds is few enough to be sorted, or one weight that many
+    entries have.
     """
 
-    def halve(_, bounds):
-        low_R, high_R = bounds
-        middle_R = (low_R + high_R) // 2
-        yes_R = reaches(jax.lax.bitcast_convert_type(middle_R, jnp.float32))
-        return jnp.where(yes_R, middle_R, low_R), jnp.where(yes_R, high_R, middle_R)
+    def sum_from(bits_R):
+        mask_RV = weight_RV >= _float(bits_R)[:, None]
+        return jnp.sum(jnp.where(mask_RV, value(weight_RV), 0.0), axis=-1)
 
-    above_one = int(np.float32(1).view(np.int32)) + 1
-    bounds = jnp.zeros(num_rows, jnp.int32), jnp.full(num_rows, above_one, jnp.int32)
-    low_R, _ = jax.lax.fori_loop(0, above_one.bit_length(), halve, bounds)
-    smallest = int(np.finfo(np.float32).smallest_normal.view(np.int32))
-    low_R = jnp.where(low_R < smallest, 0, low_R)
-    return jax.lax.bitcast_convert_type(low_R, jnp.float32)
+    def halve_until(few: int, bounds: _Bounds) -> _Bounds:
+        def unsettled(b: _Bounds):
+            between_R = b.from_low_R - b.from_high_R  # each entry there counts at least value(low)
+            return (b.high_R - b.low_R > 1) & (between_R > few * value(_float(b.low_R)))
+
+        def halve(b: _Bounds) -> _Bounds:
+            # Half way; or, where the target seems nearer to a bound, twice its distance from there:
+            # then both bounds come close to it.
+            share_R = (b.from_low_R - target_R) / (b.from_low_R - b.from_high_R)
+            guesses = (b.steps % 2 == 1) & (b.steps < _GUESSING)
+            part_R = jnp.where(guesses, jnp.clip(0.5, 2 * share_R - 1, 2 * share_R), 0.5)
+            width_R = b.high_R - b.low_R
+            middle_R = b.low_R + jnp.clip((part_R * width_R).astype(jnp.int32), 1, width_R - 1)
+            # Settled rows stay as they are: a row must not depend on its neighbours.
+            sum_R, goes_on_R = sum_from(middle_R), unsettled(b)
+            reaches_R = sum_R >= target_R  # NaN never does, and its row ends, too
+            up_R, down_R = goes_on_R & reaches_R, goes_on_R & ~reaches_R
+            return _Bounds(
+                low_R=jnp.where(up_R, middle_R, b.low_R),
+                high_R=jnp.where(down_R, middle_R, b.high_R),
+                from_low_R=jnp.where(up_R, sum_R, b.from_low_R),
+                from_high_R=jnp.where(down_R, sum_R, b.from_high_R),
+                steps=b.steps + 1,
+            )
+
+        return jax.lax.while_loop(lambda b: jnp.any(unsettled(b)), halve, bounds)
+
+    low_R = jax.lax.bitcast_convert_type(least_R, jnp.int32)
+    bounds = _Bounds(
+        low_R=low_R,
+        high_R=jnp.full_like(low_R, int(np.float32(1).view(np.int32)) + 1),
+        from_low_R=sum_from(low_R),
+        from_high_R=jnp.zeros_like(least_R),
+        steps=jnp.int32(0),
+    )
+    bounds = halve_until(_FEW, bounds)
+    below_RV = jnp.where(weight_RV < _float(bounds.high_R)[:, None], weight_RV, -1.0)
+    weight_RJ, id_RJ = top_rows(below_RV, min(_FEW, weight_RV.shape[-1]))
+    value_RJ = jnp.where(weight_RJ >= 0, value(weight_RJ), 0.0)
+    reached_RJ = bounds.from_high_R[:, None] + jnp.cumsum(value_RJ, axis=-1) >= target_R[:, None]
+    found_R, at_R = jnp.any(reached_RJ, axis=-1), jnp.argmax(reached_RJ, axis=-1)
+    sorted_R = _column(weight_RJ, at_R), _column(id_RJ, at_R)
+
+    def among_equals():
+        b = halve_until(0, bounds.replace(steps=jnp.int32(_GUESSING)))
+        weight_R = _float(b.low_R)
+        # Some processors take subnormal numbers for 0.
+        weight_R = jnp.where(weight_R < np.finfo(np.float32).smallest_normal, 0.0, weight_R)
+        missing_R = (target_R - b.from_high_R) / jnp.maximum(value(weight_R), 1e-30)
+        n_R = jnp.maximum(jnp.ceil(missing_R), 1.0)
+        tied_R = weight_R, nth_true(weight_RV == weight_R[:, None], n_R)
+        return jax.tree.map(lambda x, y: jnp.where(found_R, x, y), sorted_R, tied_R)
+
+    return jax.lax.cond(jnp.all(found_R), lambda: sorted_R, among_equals)
+
+
+def _float(bits_R: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits_R, jnp.float32)
 
 
 def nth_true(mask_RV: jax.Array, n_R: jax.Array) -> jax.Array:

@@ -1,11 +1,13 @@
 """Searches in large rows against numpy's sort, argmax and counting."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.row_search import argmax_rows, draw_rows, largest_threshold, nth_true, top_rows
+from engine.row_search import argmax_rows, draw_rows, nth_true, shortest_prefix, top_rows
 
 
 def test_argmax_takes_the_lowest_id_and_names_rows_without_one():
@@ -50,10 +52,72 @@ def test_top_rows_finds_what_is_crowded_into_one_block():
     assert id_RJ[1, 20:].tolist() == [v for v in range(46) if v % 500][:44]
 
 
-def test_largest_threshold_finds_each_value_exactly():
-    values_R = np.array([0.0, 1e-30, 0.1, 0.3333, 0.99999994, 1.0], np.float32)
-    found_R = largest_threshold(lambda t_R: t_R <= values_R, len(values_R))
-    np.testing.assert_array_equal(found_R, values_R)
+def ends_of_prefixes(weight_RV, target_R, value):
+    """As `shortest_prefix`, by a stable sort. Sums must be exact."""
+    ends = []
+    for row, target in zip(weight_RV, target_R, strict=True):
+        order = np.argsort(-row, kind="stable")
+        reached = np.cumsum(value(row[order].astype(np.float64))) >= target
+        last = order[np.argmax(reached)] if reached.any() else order[-1]
+        ends.append((row[last], last))
+    return [tuple(x) for x in zip(*ends, strict=True)]
+
+
+@partial(jax.jit, static_argnums=2)
+def find_prefix(weight_RV, target_R, value):
+    return shortest_prefix(weight_RV, jnp.zeros_like(target_R), target_R, value)
+
+
+def itself(x):
+    return x
+
+
+@pytest.mark.parametrize("vocab", [5, 300, 20_000])
+def test_shortest_prefix_equals_a_stable_sort(vocab):
+    """Weights are multiples of 2^-9, so that float32 sums are exact; rows have no ties, some, and
+    nothing else, and some of their entries are 0."""
+    rng = np.random.default_rng(vocab)
+    most = 512 if vocab > 5 else 8
+    weight_RV = np.stack(
+        [
+            rng.integers(0, most + 1, vocab),
+            rng.permutation(vocab) % (most + 1),
+            np.full(vocab, most),
+            np.full(vocab, 1),
+            np.where(np.arange(vocab) == 3, most, 1),
+            np.where(rng.random(vocab) < 0.5, 0, most // 2),
+        ]
+    ).astype(np.float32) / np.float32(512)
+    weight_RV[:, vocab // 2] = 1.0
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        for value in (itself, np.ones_like):
+            total_R = value(weight_RV.astype(np.float64)).sum(axis=1)
+            target_R = (share * total_R).astype(np.float32)
+            jax_value = itself if value is itself else jnp.ones_like
+            found = find_prefix(jnp.asarray(weight_RV), jnp.asarray(target_R), jax_value)
+            wanted = ends_of_prefixes(weight_RV, target_R, value)
+            np.testing.assert_array_equal(np.asarray(found[0]), wanted[0])
+            np.testing.assert_array_equal(np.asarray(found[1]), wanted[1])
+
+
+def test_the_end_of_a_prefix_does_not_depend_on_the_other_rows():
+    rng = np.random.default_rng(1)
+    weight_RV = np.exp(-rng.exponential(3, (4, 20_000))).astype(np.float32)
+    weight_RV[2] = 0.25
+    target_R = 0.9 * weight_RV.sum(axis=1)
+    together = find_prefix(jnp.asarray(weight_RV), jnp.asarray(target_R), itself)
+    for r in range(4):
+        others = np.where(np.arange(4) == r, 0, 2)
+        others[r] = r
+        alone = find_prefix(jnp.asarray(weight_RV[others]), jnp.asarray(target_R[others]), itself)
+        assert [x[r].item() for x in alone] == [x[r].item() for x in together]
+
+
+def test_a_search_ends_beside_a_row_of_nan():
+    weight_RV = np.full((2, 300), 0.5, np.float32)
+    weight_RV[1, 7] = np.nan
+    found = find_prefix(jnp.asarray(weight_RV), jnp.asarray([50.0, np.nan]), itself)
+    assert [x[0].item() for x in found] == [0.5, 99]
 
 
 def test_nth_true_counts_across_blocks():
