@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention.gpu_triton import sum_parts
 from pallas_kernels.paged_attention.spec import KernelSpec, check
 
 CAPABILITY = (9, 0)  # Blackwell's tensor cores are programmed otherwise
-HEAD_DIMS = (64, 128)  # 256 takes more registers than a thread has
+HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 JAX_FROM = (0, 11)  # earlier ones lay out registers otherwise and have no public interpreter

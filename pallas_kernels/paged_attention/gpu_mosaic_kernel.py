@@ -2,7 +2,9 @@
 
 The first warpgroups of an SM are producers, one per stream, the others consumers: each multiplies
 its 64 rows (token, head of the group) on the tensor cores (wgmma) with the blocks that come through
-its stream's ring. A unit of more rows has several consumers, which share the ring.
+its stream's ring. Several consumers share the ring where a unit has more rows, one per tile, or
+where heads are wide: each of a tile's consumers then computes all weights, but only its share of
+the output's columns.
 
 units_W8     per unit its tile and blocks, see `gpu_plan.Unit`; count_1 how many there are
 q_TKGH, o_TKGH   queries and outputs of all slots
@@ -16,7 +18,7 @@ Invariant: what a block holds beside positions that its unit sees is masked out 
 overwritten with 0 in the values, NaN included.
 
 Letters beside those of the contract: G heads of a group, W units, M rows of a matmul, R those of a
-part, B keys of a block, A consumers, Z ring buffers, F some columns of the head width.
+part, B keys of a block, I tiles, A consumers, Z ring buffers, F some columns of the head width.
 """
 
 import functools
@@ -35,8 +37,8 @@ from pallas_kernels.paged_attention.gpu_mosaic_ring import Ring, Work, each_work
 from pallas_kernels.paged_attention.gpu_mosaic_sizes import KEYS, ROWS, WIDTH, Sizes
 from pallas_kernels.paged_attention.gpu_mosaic_softmax import COLUMN, TILE, columns
 
-# Registers of a producer's and a consumer's thread, by warpgroups of the SM; they share 65,536. Up
-# to 2 warpgroups have as many as a thread can address without asking.
+# Registers of a producer's and a consumer's thread, by warpgroups of the SM: together at most what
+# they start with, 3 x 168 or 4 x 128. Up to 2 have as many as a thread can address without asking.
 REGISTERS = {3: (40, 232), 4: (40, 208)}
 
 
@@ -55,31 +57,48 @@ class Plan:
 class Scratch(NamedTuple):
     """Shared memory and barriers of one SM."""
 
-    rows_AMH: Any  # queries on the way in, outputs on the way out, as they lie in memory
+    rows_AMF: Any  # its columns of queries on the way in, of outputs on the way out
     part_AMF: Any  # in the same place: some columns of a part of a split slot, float32
-    q_AMH: Any  # queries as the tensor cores read them
+    q_IMH: Any  # queries as the tensor cores read them
     log_AM: Any
     weight_AMB: Any
     ring_ZBH: Any
     rows_here: Any
+    q_here: Any  # where consumers of one tile meet
     full: Any
     free: Any
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A compute warpgroup: which of the SM's, and which tile of its ring's units it has."""
+    """A compute warpgroup: which of the SM's, which tile of its ring's units it has, and which
+    share of the tile's columns. What is always 0 is static, which saves registers."""
 
     index: jax.Array
-    tile: jax.Array
+    tile: jax.Array | int
+    share: jax.Array | int
     ring: Ring
     scratch: Scratch
     plan: Plan
 
     @property
-    def first_token(self) -> jax.Array:
+    def queries(self) -> jax.Array:
+        """Of its tile, among those of the SM."""
+        return lax.div(self.index, self.plan.sizes.shares)
+
+    @property
+    def first_token(self) -> jax.Array | int:
         """Of its tile, in the unit."""
         return self.tile * self.plan.sizes.tile_queries
+
+    @property
+    def width(self) -> int:
+        """Columns of its share."""
+        return self.ring.buffers.shape[2] // self.plan.sizes.shares
+
+    @property
+    def first_column(self) -> jax.Array | int:
+        return self.share * self.width
 
     def tokens(self, work: Work) -> jax.Array:
         """How many of the unit's it has; none if this is not positive."""
@@ -90,20 +109,22 @@ def scratch_types(plan: Plan, head_dim: int, page_size: int, dtype: Any) -> tupl
     """For `Scratch`; `attention` takes the first two out of their shared place."""
     sizes = plan.sizes
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    consumers, buffers = sizes.streams * sizes.tiles, sizes.streams * sizes.stages
+    tiles, consumers = sizes.streams * sizes.tiles, sizes.streams * sizes.consumers
+    buffers, width = sizes.streams * sizes.stages, head_dim // sizes.shares
     return (
         # As many bytes per consumer, so that no consumer's place is another's.
         plgpu.RefUnion(
-            plgpu.SMEM((consumers, ROWS * max(1, 2 * WIDTH // head_dim), head_dim), dtype),
-            plgpu.SMEM((consumers, ROWS * max(1, head_dim // (2 * WIDTH)), WIDTH), jnp.float32),
+            plgpu.SMEM((consumers, ROWS * (2 * WIDTH // width), width), dtype),
+            plgpu.SMEM((consumers, ROWS, WIDTH), jnp.float32),
         ),
-        plgpu.SMEM((consumers, ROWS, head_dim), dtype, transforms=swizzled),
+        plgpu.SMEM((tiles, ROWS, head_dim), dtype, transforms=swizzled),
         plgpu.SMEM((consumers, ROWS), jnp.float32),
         plgpu.SMEM((consumers, ROWS, KEYS), dtype, transforms=swizzled),
         plgpu.SMEM((buffers, KEYS, head_dim), dtype, transforms=swizzled),
         plgpu.Barrier(num_arrivals=sizes.tile_queries, num_barriers=consumers),
+        plgpu.Barrier(num_arrivals=sizes.shares, num_barriers=tiles),
         plgpu.Barrier(num_arrivals=max(1, KEYS // page_size), num_barriers=buffers),
-        plgpu.Barrier(num_arrivals=sizes.tiles, num_barriers=buffers),
+        plgpu.Barrier(num_arrivals=sizes.consumers, num_barriers=buffers),
     )
 
 
@@ -118,7 +139,9 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
     warpgroup = lax.axis_index("warpgroup")
     produces = warpgroup < sizes.streams
     index = warpgroup - sizes.streams
-    stream = jnp.where(produces, warpgroup, lax.div(index, sizes.tiles))
+    stream = 0
+    if sizes.streams > 1:
+        stream = jnp.where(produces, warpgroup, lax.div(index, sizes.consumers))
     ring = Ring(stream, sizes.stages, scratch.ring_ZBH, scratch.full, scratch.free)
     works = functools.partial(
         each_work,
@@ -144,7 +167,9 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
             plgpu.set_max_registers(REGISTERS[sizes.warpgroups][1], action="increase")
         for n in range(sizes.stages):
             plgpu.barrier_arrive(ring.free.at[ring.at(n)])
-        consumer = Consumer(index, lax.rem(index, sizes.tiles), ring, scratch, plan)
+        share = lax.rem(index, sizes.shares) if sizes.shares > 1 else 0
+        tile = lax.rem(lax.div(index, sizes.shares), sizes.tiles) if sizes.tiles > 1 else 0
+        consumer = Consumer(index, tile, share, ring, scratch, plan)
         attend = functools.partial(_attend, consumer, q_ref, sinks_ref, out_refs)
 
         def attend_or_skip(work, n):
@@ -167,7 +192,7 @@ def _attend(consumer: Consumer, q_ref, sinks_ref, out_refs, work: Work, n0: jax.
         keys = ring.at(n0 + 2 * (b - work.begin))
         values = ring.at(n0 + 2 * (b - work.begin) + 1)
         plgpu.barrier_wait(ring.full.at[keys])
-        score_MB = _dot(scratch.q_AMH.at[mine], ring.buffers.at[keys].transpose((1, 0)))
+        score_MB = _dot(scratch.q_IMH.at[consumer.queries], ring.buffers.at[keys].transpose((1, 0)))
         plgpu.barrier_arrive(ring.free.at[keys])
         score_MB = softmax.scaled(score_MB, plan.scale, plan.softcap)
         score_MB = softmax.visible(score_MB, position_M - b * KEYS, plan.window)
@@ -176,16 +201,17 @@ def _attend(consumer: Consumer, q_ref, sinks_ref, out_refs, work: Work, n0: jax.
         plgpu.commit_smem()
 
         plgpu.barrier_wait(ring.full.at[values])
-        _clear_unseen(ring.buffers, values, b, work, plan)
+        _clear_unseen(consumer, values, b, work)
         for j, o_MF in enumerate(o):
-            v_BF = ring.buffers.at[values, :, pl.ds(j * WIDTH, WIDTH)]
+            place = pl.ds(consumer.first_column + j * WIDTH, WIDTH)
+            v_BF = ring.buffers.at[values, :, place]
             o[j] = o_MF * columns(shrink_M, WIDTH) + _dot(scratch.weight_AMB.at[mine], v_BF)
         plgpu.barrier_arrive(ring.free.at[values])
         return max_M, sum_M, *o
 
     start = softmax.start(sinks_ref, r_M, plan.group, work)
     zeros_MF = plgpu.layout_cast(jnp.zeros((ROWS, WIDTH), jnp.float32), TILE)
-    start = (*start, *[zeros_MF] * (q_ref.shape[3] // WIDTH))
+    start = (*start, *[zeros_MF] * (consumer.width // WIDTH))
     max_M, sum_M, *o = lax.fori_loop(work.begin, work.end, add_block, start)
     inverse_M = 1 / jnp.where(sum_M == 0, 1.0, sum_M)
     o = [o_MF * columns(inverse_M, WIDTH) for o_MF in o]
@@ -193,15 +219,17 @@ def _attend(consumer: Consumer, q_ref, sinks_ref, out_refs, work: Work, n0: jax.
 
 
 def _read_queries(consumer: Consumer, q_ref, work: Work) -> None:
-    """Token by token, since a tile may end anywhere in a slot; other rows hold anything."""
+    """Token by token, since a tile may end anywhere in a slot; other rows hold anything. Each of a
+    tile's consumers brings its columns."""
     scratch, mine, group = consumer.scratch, consumer.index, consumer.plan.group
     tokens = consumer.tokens(work)
+    place = pl.ds(consumer.first_column, consumer.width)
 
     @pl.loop(0, tokens)
     def _(i):
         plgpu.copy_gmem_to_smem(
-            q_ref.at[work.row + consumer.first_token + i, work.head],
-            scratch.rows_AMH.at[mine, pl.ds(i * group, group)],
+            q_ref.at[work.row + consumer.first_token + i, work.head, :, place],
+            scratch.rows_AMF.at[mine, pl.ds(i * group, group)],
             scratch.rows_here.at[mine],
         )
 
@@ -210,11 +238,22 @@ def _read_queries(consumer: Consumer, q_ref, work: Work) -> None:
         plgpu.barrier_arrive(scratch.rows_here.at[mine])
 
     plgpu.barrier_wait(scratch.rows_here.at[mine])
-    for j in range(0, q_ref.shape[3], WIDTH):
-        rows = scratch.rows_AMH.at[mine, pl.ds(0, ROWS), pl.ds(j, WIDTH)]
+    _meet(consumer)  # the last unit's are needed no more
+    for j in range(0, consumer.width, WIDTH):
+        rows = scratch.rows_AMF.at[mine, pl.ds(0, ROWS), pl.ds(j, WIDTH)]
         q_MF = plgpu.load(rows, layout=TILE, optimized=False)
-        scratch.q_AMH[mine, :, pl.ds(j, WIDTH)] = q_MF
+        place = pl.ds(consumer.first_column + j, WIDTH)
+        scratch.q_IMH[consumer.queries, :, place] = q_MF
     plgpu.commit_smem()
+    _meet(consumer)
+
+
+def _meet(consumer: Consumer) -> None:
+    """The consumers of a tile wait for each other."""
+    if consumer.plan.sizes.shares > 1:
+        here = consumer.scratch.q_here.at[consumer.queries]
+        plgpu.barrier_arrive(here)
+        plgpu.barrier_wait(here)
 
 
 def _dot(a_ref, b_ref) -> jax.Array:
@@ -227,18 +266,20 @@ def _dot(a_ref, b_ref) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC((a_ref.shape[0], b_ref.shape[1]), jnp.float32))
 
 
-def _clear_unseen(buffers, values, b, work: Work, plan: Plan) -> None:
+def _clear_unseen(consumer: Consumer, values, b, work: Work) -> None:
     """0 for values of positions that no row of the unit sees: a weight of 0 times NaN is NaN.
-    Consumers that share the buffer write the same."""
+    Consumers of the same columns write the same."""
+    buffers, plan = consumer.ring.buffers, consumer.plan
     first, last = work.visible(plan.window)
 
     @pl.when((b * KEYS < first) | (b * KEYS + KEYS - 1 > last))
     def _():
         x_BF = b * KEYS + plgpu.broadcasted_iota(jnp.int32, (KEYS, WIDTH), 0, layout=TILE)
         seen_BF = (x_BF >= first) & (x_BF <= last)
-        for j in range(0, buffers.shape[2], WIDTH):
-            v_BF = plgpu.load(buffers.at[values, :, pl.ds(j, WIDTH)], layout=TILE)
-            buffers[values, :, pl.ds(j, WIDTH)] = jnp.where(seen_BF, v_BF, jnp.zeros_like(v_BF))
+        for j in range(0, consumer.width, WIDTH):
+            place = (values, slice(None), pl.ds(consumer.first_column + j, WIDTH))
+            v_BF = plgpu.load(buffers.at[place], layout=TILE)
+            buffers[place] = jnp.where(seen_BF, v_BF, jnp.zeros_like(v_BF))
         plgpu.commit_smem()
 
 
@@ -273,9 +314,10 @@ def _store(
     def _():
         for j, o_MF in enumerate(o):
             place = (consumer.index, pl.ds(0, ROWS), pl.ds(j * WIDTH, WIDTH))
-            _put(scratch.rows_AMH.at[place], o_MF.astype(o_ref.dtype))
+            _put(scratch.rows_AMF.at[place], o_MF.astype(o_ref.dtype))
         row = work.row + consumer.first_token
-        put(scratch.rows_AMH, lambda i, _: o_ref.at[row + i, work.head])
+        place = pl.ds(consumer.first_column, consumer.width)
+        put(scratch.rows_AMF, lambda i, _: o_ref.at[row + i, work.head, :, place])
 
     if part_refs:
         part_ref, log_ref = (ref.at[work.unit, work.head] for ref in part_refs)
@@ -284,8 +326,12 @@ def _store(
         def _():
             scratch.log_AM[consumer.index] = log_M
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(scratch.log_AM.at[consumer.index], log_ref)
+
+            @pl.when(consumer.share == 0)
+            def _():
+                plgpu.copy_smem_to_gmem(scratch.log_AM.at[consumer.index], log_ref)
+
             for j, o_MF in enumerate(o):
-                place = pl.ds(j * WIDTH, WIDTH)
+                place = pl.ds(consumer.first_column + j * WIDTH, WIDTH)
                 _put(scratch.part_AMF.at[consumer.index, pl.ds(0, ROWS)], o_MF)
                 put(scratch.part_AMF, lambda _, rows, p=place: part_ref.at[rows, p])

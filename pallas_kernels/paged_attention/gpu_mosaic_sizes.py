@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention.spec import KernelSpec
 ROWS = 64  # of a warpgroup's matmul
 KEYS = 64  # of a block
 WIDTH = 64  # columns of queries, values and outputs that are in registers at once
-SHARED_HEAD_DIMS = (64,)  # at which two consumers that share a ring need no more than 232 registers
+MOST_COLUMNS = 128  # of the output that a consumer has registers for
 MOST_STAGES = 8
 RESERVED_BYTES = 4096  # barriers, sums across warps, alignment
 
@@ -25,7 +25,7 @@ class Sizes:
     """Sizes of one kernel call; results do not depend on them beyond rounding."""
 
     queries: int  # new tokens of a unit
-    tiles: int  # consumers that share a unit, each with up to ROWS rows
+    tiles: int  # of a unit, each of up to ROWS rows
     streams: int  # units that an SM works on at once, each with its own ring
     stages: int  # buffers of a ring; one holds a block's keys or its values
     programs: int  # SMs
@@ -33,6 +33,12 @@ class Sizes:
     parts: int = 1  # most parts of a tile
     part_keys: int = 256  # fewer are not split off
     keys: int = KEYS  # of a block
+    shares: int = 1  # consumers of a tile, each with as many columns of the output
+
+    @property
+    def consumers(self) -> int:
+        """Of a stream."""
+        return self.tiles * self.shares
 
     @property
     def tile_queries(self) -> int:
@@ -40,36 +46,41 @@ class Sizes:
 
     @property
     def warpgroups(self) -> int:
-        return self.streams * (1 + self.tiles)
+        return self.streams * (1 + self.consumers)
 
 
 def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
-    """Shared memory of one SM: per consumer queries or outputs, weights and logarithms; rings."""
+    """Shared memory of one SM: per tile queries, per consumer some columns of queries or outputs,
+    weights and logarithms; rings."""
     itemsize = jnp.dtype(spec.kv_dtype).itemsize
-    queries = (spec.head_dim + max(2 * WIDTH, spec.head_dim)) * itemsize
-    consumer = ROWS * (queries + KEYS * itemsize + 4)
+    tile = ROWS * spec.head_dim * itemsize
+    columns = max(2 * WIDTH, spec.head_dim // sizes.shares)
+    consumer = ROWS * ((columns + KEYS) * itemsize + 4)
     ring = sizes.stages * KEYS * spec.head_dim * itemsize
-    return sizes.streams * (sizes.tiles * consumer + ring) + RESERVED_BYTES
+    return sizes.streams * (sizes.tiles * tile + sizes.consumers * consumer + ring) + RESERVED_BYTES
 
 
 def default_sizes(spec: KernelSpec, chip: Chip) -> Sizes:
-    """Two rings with a consumer each; for chunks of a prompt one ring that two consumers share,
-    where a consumer then finds registers enough."""
+    """Two consumers: each with a ring of its own, or sharing one where the output of wide heads
+    fills the registers of two and for chunks of a prompt, which then read keys for twice the rows.
+    """
     group = spec.num_heads // spec.num_kv_heads
     most, fit = min(spec.max_q_len, spec.num_rows), ROWS // group
     chunks = most > FEW_QUERIES
-    tiles = 2 if chunks and spec.head_dim in SHARED_HEAD_DIMS else 1
+    shares = -(-spec.head_dim // MOST_COLUMNS)
+    tiles = 2 if chunks and shares == 1 else 1
     split_queries = max(1, FEWEST_ROWS // group) if chunks else most
     parts, part_keys = parts_of(spec, split_queries, chip)
     sizes = Sizes(
         queries=tiles * min(fit, most),
         tiles=tiles,
-        streams=2 // tiles,
+        streams=2 // (tiles * shares),
         stages=0,
         programs=chip.cores,
         split_queries=split_queries,
         parts=parts,
         part_keys=part_keys,
+        shares=shares,
     )
     left = chip.shared_memory_bytes - shared_bytes(spec, sizes)
     buffer = sizes.streams * KEYS * spec.head_dim * jnp.dtype(spec.kv_dtype).itemsize

@@ -57,8 +57,9 @@ def attention(
     max_q_len: int = 1,
     pages: int = 4096,
     impl: str = "gpu_triton",
+    everything: bool = False,
 ) -> Program:
-    """One call of attention."""
+    """One call of attention, with a window, a soft-cap and sinks if `everything`."""
     arrays = call(mesh, heads, page_size, slots, rows, columns, q_dtype, kv_dtype, pages)
     scale_2K = None
     if jnp.dtype(kv_dtype).itemsize == 1:
@@ -67,12 +68,14 @@ def attention(
         IMPLEMENTATIONS[impl].attend,
         scale=heads[2] ** -0.5,
         max_q_len=max_q_len,
-        window=None,
-        softcap=None,
-        sinks_N=None,
+        window=300 if everything else None,
+        softcap=50.0 if everything else None,
         chip=chip_named(chip),
     )
-    return Program(lambda *a: attend(*a[:-1], kv_scale_2K=a[-1]), (*arrays, scale_2K))
+    sinks_N = array(mesh, heads[:1], jnp.float32) if everything else None
+    return Program(
+        lambda *a: attend(*a[:-2], sinks_N=a[-2], kv_scale_2K=a[-1]), (*arrays, sinks_N, scale_2K)
+    )
 
 
 def shapes(
@@ -83,6 +86,9 @@ def shapes(
     head_dims: tuple[int, ...],
     page_sizes: tuple[int, ...],
     max_q_len: int,
+    group: int = 4,
+    dtype: str = "bfloat16",
+    everything: bool = False,
 ) -> Program:
     """A call for each of these head widths and page sizes."""
     calls = [
@@ -90,8 +96,11 @@ def shapes(
             mesh,
             chip=chip,
             impl=impl,
-            heads=(*LLAMA[:2], head_dim),
+            heads=(8 * group, 8, head_dim),
             page_size=page_size,
+            q_dtype=dtype,
+            kv_dtype=dtype,
+            everything=everything,
             max_q_len=max_q_len,
             rows=64 * min(max_q_len, 16),
             columns=64,

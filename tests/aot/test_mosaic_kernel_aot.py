@@ -46,11 +46,30 @@ def test_named_cases_compile_without_spills(chip, dtype):
     check_reports(result, len(TAKEN))
 
 
-@pytest.mark.parametrize(
-    ("max_q_len", "page_sizes"), [(1, PAGE_SIZES), (8, (16,)), (512, (16, 64))]
-)
-def test_head_widths_and_page_sizes_compile_without_spills(max_q_len, page_sizes):
+def check_shapes(max_q_len, page_sizes, **arguments):
     result = compiled(
-        "shapes", "h100", head_dims=HEAD_DIMS, page_sizes=page_sizes, max_q_len=max_q_len
+        "shapes",
+        "h100",
+        head_dims=HEAD_DIMS,
+        page_sizes=page_sizes,
+        max_q_len=max_q_len,
+        **arguments,
     )
     check_reports(result, len(HEAD_DIMS) * len(page_sizes))
+
+
+@pytest.mark.parametrize(
+    ("max_q_len", "page_sizes", "everything"),
+    [(1, PAGE_SIZES, False), (8, (16,), True), (512, (16, 64), False)],
+)
+def test_head_widths_and_page_sizes_compile_without_spills(max_q_len, page_sizes, everything):
+    check_shapes(max_q_len, page_sizes, everything=everything)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 8, 64])
+@pytest.mark.parametrize("everything", [False, True])
+def test_every_shape_compiles_without_spills(everything, group, dtype):
+    for max_q_len in (1, 16, 512):
+        check_shapes(max_q_len, PAGE_SIZES, group=group, dtype=dtype, everything=everything)

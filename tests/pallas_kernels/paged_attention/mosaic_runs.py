@@ -48,6 +48,11 @@ def chunk_sizes(case, **change):
     )
 
 
+def wide_sizes(case, **change):
+    """Two consumers share a ring and a tile, each with half of the columns."""
+    return decode_sizes(case, **{"streams": 1, "shares": 2} | change)
+
+
 def jitted(races=False):
     interpret = INTERPRETER(detect_races=races) if INTERPRETER else True
     return jax.jit(

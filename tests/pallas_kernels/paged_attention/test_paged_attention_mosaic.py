@@ -19,6 +19,7 @@ from tests.pallas_kernels.paged_attention.mosaic_runs import (
     jitted,
     needs_interpreter,
     run,
+    wide_sizes,
 )
 
 pytestmark = needs_interpreter
@@ -28,6 +29,7 @@ NAMED = {
     "llama_3_1_8b_decode": decode_sizes,
     "qwen_2_5_0_5b_decode": decode_sizes,
     "gpt_oss_20b_decode": decode_sizes,
+    "gemma_2_2b_decode": wide_sizes,
 }
 
 
@@ -46,11 +48,12 @@ def test_named_case(name):
 SETTINGS = {
     "decode": ((16, 4, 2, 64, None, None, False), decode_sizes, {"queries": ROWS}),
     "chunks": ((32, 9, 1, 64, 7, 3.0, True), chunk_sizes, {"split_queries": 2}),
+    "wide": ((16, 2, 1, 256, 9, None, True), wide_sizes, {"part_keys": 1}),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(lengths=lengths(), seed=st.integers(0, 3))
 def test_any_lengths(name, lengths, seed):
     shape, sizes, change = SETTINGS[name]
@@ -99,11 +102,11 @@ def test_how_a_slot_is_split_depends_on_itself_alone():
     )
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_b104_b105_poison_and_stray_pages_change_no_bit(page_size):
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (128, 64), (16, 256)])
+def test_b104_b105_poison_and_stray_pages_change_no_bit(page_size, head_dim):
     """The same call with all that must not matter set to 0, and with page numbers that exist or not
     past the used ones."""
-    case = Case("poison", 4, 2, 64, page_size, (1, 9, 1), (150, 140, 5), window=70)
+    case = Case("poison", 4, 2, head_dim, page_size, (1, 9, 1), (150, 140, 5), window=70)
     inputs = make_inputs(case, dtype="bfloat16")
     ordinary = [
         jnp.where(jnp.abs(a) < 1e3, a, jnp.zeros_like(a)) for a in (inputs.q_TNH, inputs.kv_pages)
@@ -115,7 +118,7 @@ def test_b104_b105_poison_and_stray_pages_change_no_bit(page_size):
     clean = inputs._replace(
         q_TNH=ordinary[0], kv_pages=ordinary[1], page_table_SM=jnp.asarray(table_SM)
     )
-    sizes = decode_sizes(case)
+    sizes = (wide_sizes if head_dim == 256 else decode_sizes)(case)
     np.testing.assert_array_equal(run(case, inputs, sizes)[0], run(case, clean, sizes)[0])
 
 
@@ -148,10 +151,14 @@ def test_b82_window_counts_itself(window):
         assert np.flatnonzero(row_H).tolist() == list(range(max(0, p - window + 1), p + 1))
 
 
-def test_no_races():
-    """Pallas' race detector, which raises, over a call with parts, several units and blocks."""
-    case = dataclasses.replace(SPLIT, q_lens=(1, 3), kv_lens=(140, 70))
+@pytest.mark.parametrize(
+    ("head_dim", "sizes", "parts"), [(64, decode_sizes, 2), (128, wide_sizes, 1)]
+)
+def test_no_races(head_dim, sizes, parts):
+    """Pallas' race detector, which raises, over a call with parts, several units and blocks. It
+    takes what shares a place for one, so that only one consumer may have parts."""
+    case = dataclasses.replace(SPLIT, head_dim=head_dim, q_lens=(1, 3), kv_lens=(140, 70))
     inputs = make_inputs(case, dtype="bfloat16")
-    sizes = decode_sizes(case, streams=1, part_keys=1)
+    sizes = sizes(case, streams=1, parts=parts, part_keys=1)
     out_TNH, spec = run(case, inputs, sizes, attend=jitted(races=True))
     assert excess(out_TNH, case, inputs, spec) <= 1

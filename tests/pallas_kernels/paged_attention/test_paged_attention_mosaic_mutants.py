@@ -4,6 +4,7 @@ import inspect
 import sys
 import types
 
+import jax
 import pytest
 
 from pallas_kernels.paged_attention import (
@@ -19,6 +20,7 @@ from tests.pallas_kernels.paged_attention.mosaic_runs import (
     jitted,
     needs_interpreter,
     run,
+    wide_sizes,
 )
 
 pytestmark = needs_interpreter
@@ -42,7 +44,11 @@ KERNEL = {
     "values of nobody kept": ("jnp.where(seen_BF, v_BF, jnp.zeros_like(v_BF))", "v_BF"),
     "tokens not distinguished": ("lax.div(r_M, plan.group)\n", "0 * r_M\n"),
     "parts not normalised": ("1 / jnp.where(sum_M == 0, 1.0, sum_M)", "1 + 0 * sum_M"),
-    "columns of a part twice": ("place = pl.ds(j * WIDTH, WIDTH)", "place = pl.ds(0, WIDTH)"),
+    "columns of a part twice": (
+        "consumer.first_column + j * WIDTH, WIDTH)\n                _put",
+        "consumer.first_column, WIDTH)\n                _put",
+    ),
+    "both consumers' columns alike": ("return self.share * self.width", "return 0 * self.share"),
 }
 
 
@@ -58,16 +64,18 @@ def broken(module, right, wrong):
     return copy
 
 
-# All keys count alike and one too many shows; few keys count and so does how blocks are summed up.
+# All keys count alike and one too many shows; few keys count and so does how blocks are summed up;
+# consumers share the columns.
 CALLS = (
-    (Case("flat", 4, 2, 64, 16, (3, 1), (150, 147), window=83, softcap=2.0, sinks=True), 1),
-    (Case("sharp", 4, 2, 128, 16, (3, 1), (310, 307), softcap=20.0), 8),
+    (Case("flat", 4, 2, 64, 16, (3, 1), (150, 147), window=83, softcap=2.0, sinks=True), 1, 1),
+    (Case("sharp", 4, 2, 128, 16, (3, 1), (310, 307), softcap=20.0), 8, 1),
+    (Case("wide", 2, 1, 256, 16, (3, 1), (150, 30)), 1, 2),
 )
 
 
 @pytest.mark.parametrize("mutant", [None, *RING, *SOFTMAX, *KERNEL])
 def test_broken_kernels_fail(mutant, monkeypatch):
-    """Two calls that use everything tell each broken kernel from the right one."""
+    """Calls that use everything tell each broken kernel from the right one."""
     if mutant in RING:
         monkeypatch.setattr(gpu_mosaic_kernel, "load", broken(gpu_mosaic_ring, *RING[mutant]).load)
     elif mutant in SOFTMAX:
@@ -77,11 +85,22 @@ def test_broken_kernels_fail(mutant, monkeypatch):
         copy = broken(gpu_mosaic_kernel, *KERNEL[mutant])
         monkeypatch.setattr(gpu_mosaic, "attention", copy.attention)
 
-    def right(case, gain):
+    def right(case, gain, shares):
         inputs = make_inputs(case, dtype="bfloat16")
         inputs = inputs._replace(q_TNH=gain * inputs.q_TNH)
-        sizes = decode_sizes(case, streams=1, part_keys=1)
+        sizes = decode_sizes(case, streams=1, part_keys=1, shares=shares)
         out_TNH, spec = run(case, inputs, sizes, attend=jitted())
         return excess(out_TNH, case, inputs, spec) <= 1
 
     assert all(right(*call) for call in CALLS) == (mutant is None)
+
+
+def test_consumers_that_do_not_meet_race(monkeypatch):
+    """Pallas' race detector sees one write queries that the other reads."""
+    right = "if consumer.plan.sizes.shares > 1:"
+    copy = broken(gpu_mosaic_kernel, right, right.replace("1", "2"))
+    monkeypatch.setattr(gpu_mosaic, "attention", copy.attention)
+    case = Case("meet", 2, 1, 128, 16, (1,), (70,))
+    inputs, sizes = make_inputs(case, dtype="bfloat16"), wide_sizes(case, parts=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        run(case, inputs, sizes, attend=jitted(races=True))
