@@ -66,7 +66,7 @@ def check_choice(config: EngineConfig, limits: SamplingLimits, choice: Choice) -
     params, facts = choice.params, choice.facts
     for name, value, low, high in (
         ("uid", choice.uid, 0, MAX_INT32),
-        ("parent_uid", choice.parent_uid, NO_UID, choice.uid),
+        ("parent_uid", choice.parent_uid, NO_UID, MAX_INT32),
         ("index", choice.index, 0, params.n - 1),
         ("choice", facts.choice, choice.index, choice.index),
         ("seed", facts.seed, 0, 2**64 - 1),

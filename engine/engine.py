@@ -13,7 +13,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,11 @@ from engine.schedule import Emission
 from engine.state import (
     NO_UID,
     REASONS,
+    UID_SPAN,
     BatchState,
     EngineConfig,
     init_state,
+    totals,
 )
 from engine.step import PromptScores, StepModel, advance
 
@@ -118,7 +120,7 @@ class Engine:
                 Choice(
                     request_id=request_id,
                     index=index,
-                    uid=self._next_uid,
+                    uid=self._next_uid % UID_SPAN,
                     prompt_ids=prompt_ids,
                     params=params,
                     facts=RowFacts(seed=seed, choice=index, bad_word_ids=bad_word_ids),
@@ -138,7 +140,7 @@ class Engine:
         fill_row(empty_rows(1, self.limits), 0, params, choices[0].facts, self.limits)
         self._requests[request_id] = choices
         for choice in choices:
-            insort(self._queue, choice, key=lambda c: (c.priority, c.uid))
+            insort(self._queue, choice, key=lambda c: c.priority)  # after equal ones
         return choices
 
     def _drawn_seed(self) -> int:
@@ -183,9 +185,7 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """Totals kept on the device (waits for what is in flight)."""
-        return {
-            f.name: int(getattr(self._state.counters, f.name)) for f in fields(self._state.counters)
-        }
+        return totals(self._state)
 
     def metrics(self) -> Metrics:
         """Waits for what is in flight."""

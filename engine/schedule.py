@@ -1,10 +1,10 @@
 """Who runs, with how many tokens, on which pages: the scheduler as pure functions of `BatchState`.
 
 `admit`, `schedule`, `allocate` and `commit` take neither parameters nor a model, contain no loop
-over slots or pages, and never fail: what does not fit waits. Order is (priority, uid) everywhere,
-so row r of a plan is the r-th running request in that order, and cumulative sums over rows serve
-them in that order. The first running request is never preempted and always gets its pages, so every
-request finishes in bounded time.
+over slots or pages, and never fail: what does not fit waits. Order is (priority, arrival)
+everywhere, so row r of a plan is the r-th running request in that order, and cumulative sums over
+rows serve them in that order. The first running request is never preempted and always gets its
+pages, so every request finishes in bounded time.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,12 @@ from engine.state import (
     ROOT_PAGE,
     RUNNING,
     STOP,
+    UID_SPAN,
     WAITING,
     BatchState,
     EngineConfig,
     Slots,
+    count,
 )
 
 T = TypeVar("T")
@@ -78,10 +80,12 @@ def ceil_div(a: jax.Array, b: int) -> jax.Array:
 
 
 def sum_before(count_S: jax.Array, slots: Slots) -> jax.Array:
-    """For each slot, the sum of `count_S` over those before it in (priority, uid) order."""
+    """For each slot, the sum of `count_S` over those before it in (priority, arrival) order."""
     priority_S, uid_S = slots.requests.priority, slots.requests.uid
+    # Of two uids less than half the span apart the older one is found whether they wrapped or not.
+    older_SS = ((uid_S[None, :] - uid_S[:, None]) & (UID_SPAN // 2)) != 0
     before_SS = (priority_S[None, :] < priority_S[:, None]) | (
-        (priority_S[None, :] == priority_S[:, None]) & (uid_S[None, :] < uid_S[:, None])
+        (priority_S[None, :] == priority_S[:, None]) & older_SS
     )
     return jnp.sum(jnp.where(before_SS, count_S[None, :], 0), axis=1, dtype=jnp.int32)
 
@@ -175,11 +179,8 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
     )
     queried = jnp.sum(jnp.where(fits_A & ~fork_A, tokens_A, 0))
     hit = jnp.sum(jnp.where(fits_A & ~fork_A, hits_A * C, 0))
-    counters = state.counters.replace(
-        prefix_query_tokens=state.counters.prefix_query_tokens + queried,
-        prefix_hit_tokens=state.counters.prefix_hit_tokens + hit,
-    )
-    return BatchState(slots=slots, pool=pool, counters=counters)
+    state = count(state, prefix_query_tokens=queried, prefix_hit_tokens=hit)
+    return state.replace(slots=slots, pool=pool)
 
 
 def _column(x_AM: jax.Array, column_A: jax.Array) -> jax.Array:
@@ -249,9 +250,7 @@ def allocate(config: EngineConfig, state: BatchState, plan: Plan) -> tuple[Batch
     state, plan = when(short & several, lambda x: _preempt_last(*x), (state, plan))
     need_R, _ = _needs(config, state, plan)
     fits_R = (need_R == 0) | (jnp.cumsum(need_R) <= state.pool.num_free)
-    stalled = jnp.sum(~fits_R, dtype=jnp.int32)
-    counters = state.counters.replace(stalled_rows=state.counters.stalled_rows + stalled)
-    state = state.replace(counters=counters)
+    state = count(state, stalled_rows=jnp.sum(~fits_R, dtype=jnp.int32))
     plan = plan.replace(q_len_R=jnp.where(fits_R, plan.q_len_R, 0))
     need_R = jnp.where(fits_R, need_R, 0)
     return when(jnp.any(need_R > 0), lambda x: _hand_out(config, *x), (state, plan))
@@ -291,13 +290,13 @@ def _preempt_last(state: BatchState, plan: Plan) -> tuple[BatchState, Plan]:
         page_table_SM=slots.page_table_SM.at[slot].set(0, mode="drop"),
         preemptions_S=slots.preemptions_S.at[slot].add(1, mode="drop"),
     )
-    counters = state.counters.replace(preemptions=state.counters.preemptions + 1)
     plan = plan.replace(
         slot_R=plan.slot_R.at[last].set(num_slots, mode="drop"),
         q_len_R=plan.q_len_R.at[last].set(0, mode="drop"),
         decode_R=plan.decode_R.at[last].set(False, mode="drop"),
     )
-    return BatchState(slots=slots, pool=pool, counters=counters), plan
+    state = count(state, preemptions=1)
+    return state.replace(slots=slots, pool=pool), plan
 
 
 def _hand_out(config: EngineConfig, state: BatchState, plan: Plan) -> tuple[BatchState, Plan]:
@@ -335,9 +334,8 @@ def _hand_out(config: EngineConfig, state: BatchState, plan: Plan) -> tuple[Batc
         page_table_SM=table_SM,
         num_pages_S=slots.num_pages_S.at[plan.slot_R].add(need_R - copy_R, mode="drop"),
     )
-    copied = jnp.sum(copy_R, dtype=jnp.int32)
-    counters = state.counters.replace(page_copies=state.counters.page_copies + copied)
-    return BatchState(slots=slots, pool=pool, counters=counters), plan
+    state = count(state, page_copies=jnp.sum(copy_R, dtype=jnp.int32))
+    return state.replace(slots=slots, pool=pool), plan
 
 
 def commit(
@@ -366,13 +364,13 @@ def commit(
         num_tokens_S=slots.num_tokens_S.at[at_R].add(1, mode="drop"),
     )
     decoded = jnp.sum(jnp.where(plan.decode_R, plan.q_len_R, 0))
-    counters = state.counters.replace(
-        rounds=state.counters.rounds + 1,
-        decode_rounds=state.counters.decode_rounds + (decoded > 0),
-        decode_tokens=state.counters.decode_tokens + decoded,
-        prefill_tokens=state.counters.prefill_tokens + jnp.sum(plan.q_len_R) - decoded,
+    state = count(
+        state.replace(slots=slots),
+        rounds=1,
+        decode_rounds=decoded > 0,
+        decode_tokens=decoded,
+        prefill_tokens=jnp.sum(plan.q_len_R) - decoded,
     )
-    state = BatchState(slots=slots, pool=state.pool, counters=counters)
     if config.enable_prefix_caching:
         state = _publish(config, state, plan, ran_R & ok_R)
     state = when(jnp.any(reason_R > 0), lambda s: retire(s, plan.slot_R, reason_R > 0), state)

@@ -1,7 +1,7 @@
 """The engine's whole state as one pytree of fixed-shape device arrays.
 
 Letters beyond `models.dims`: R rows (requests that run at once), X = M * C tokens a slot has room
-for, A entries of an inbox, Y tokens of an inbox, E stop ids, Q rounds of one dispatch.
+for, A entries of an inbox, Y tokens of an inbox, E stop ids, Q rounds of one dispatch, N totals.
 
 A slot holds a request from arrival to finish: waiting, running, or waiting again once preempted.
 Pages belong to the pool; a slot's row of the page table says which it holds. Invariants:
@@ -30,7 +30,21 @@ EMPTY, WAITING, RUNNING = 0, 1, 2  # status_S
 REASONS = (None, "stop", "length", "error")
 STOP, LENGTH, ERROR = 1, 2, 3
 
+# Totals since the start; `decode_rounds` had a narrow pass.
+COUNTERS = (
+    "rounds",
+    "decode_rounds",
+    "prefill_tokens",
+    "decode_tokens",
+    "preemptions",
+    "page_copies",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "stalled_rows",
+)
+
 NO_UID = -1
+UID_SPAN = 2**31  # requests in slots at the same time arrived less than half of it apart
 NO_TOKEN = -1
 ROOT_PAGE = 0  # parent of a sequence's first page; the trash page is never published
 DEAD_CHAIN = -1  # chain_len_S of a slot that publishes nothing more
@@ -106,10 +120,10 @@ class EngineConfig:
 class Requests:
     """What a request brings, one entry per slot (or per inbox entry); int32 unless said.
 
-    uid          unique, ascending with arrival, never reused
+    uid          which arrival it was, modulo UID_SPAN; unique among requests in slots
     prompt_len   tokens of the prompt
     max_len      tokens of prompt and output together at most
-    priority     lower runs first; ties by uid
+    priority     lower runs first; ties by arrival
     parent_uid   request whose prompt pages this one shares once computed, or -1
     salt         prefix pages are shared only between equal salts
     score_prompt 1: the model scores the tokens of its prompt (log-probabilities)
@@ -171,25 +185,13 @@ class PagePool:
 
 
 @struct.dataclass
-class Counters:
-    """Totals since the start, int32 scalars; `decode_rounds` had a narrow pass."""
-
-    rounds: jax.Array
-    decode_rounds: jax.Array
-    prefill_tokens: jax.Array
-    decode_tokens: jax.Array
-    preemptions: jax.Array
-    page_copies: jax.Array
-    prefix_query_tokens: jax.Array
-    prefix_hit_tokens: jax.Array
-    stalled_rows: jax.Array
-
-
-@struct.dataclass
 class BatchState:
+    """`counts_2N` are the totals named in `COUNTERS`, uint32 high and low words: 32 bits are full
+    within days."""
+
     slots: Slots
     pool: PagePool
-    counters: Counters
+    counts_2N: jax.Array
 
 
 @struct.dataclass
@@ -259,8 +261,22 @@ def init_state(config: EngineConfig, sampling_S: object) -> BatchState:
             salt_P=zeros(P),
             content_PC=zeros(P, C),
         ),
-        counters=Counters(*(jnp.int32(0) for _ in range(9))),
+        counts_2N=jnp.zeros((2, len(COUNTERS)), jnp.uint32),
     )
+
+
+def count(state: BatchState, **amounts: jax.Array) -> BatchState:
+    """Add to totals, by name; each amount is less than 2**31."""
+    high_N, low_N = state.counts_2N
+    added_N = jnp.stack([jnp.asarray(amounts.get(name, 0), jnp.uint32) for name in COUNTERS])
+    sum_N = low_N + added_N
+    return state.replace(counts_2N=jnp.stack([high_N + (sum_N < low_N), sum_N]))
+
+
+def totals(state: BatchState) -> dict[str, int]:
+    """What was counted, by name (waits for what counts it)."""
+    high_N, low_N = np.asarray(state.counts_2N).tolist()
+    return {name: (h << 32) + n for name, h, n in zip(COUNTERS, high_N, low_N, strict=True)}
 
 
 # What follows is built on the host: a device array would wait for the dispatch that runs.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.state import REASONS, EngineConfig, Inbox, empty_requests, init_state, no_forks
+from engine.state import REASONS, EngineConfig, Inbox, empty_requests, init_state, no_forks, totals
 from engine.step import advance
 from tests.engine.rule_model import POISON, RuleModel, check_invariants
 
@@ -103,7 +103,7 @@ class Driver:
             if reason_QR[q, r]:
                 self.reasons[uid] = REASONS[reason_QR[q, r]]
                 self.live.remove(uid)
-        self.num_rounds = int(self.state.counters.rounds)
+        self.num_rounds = totals(self.state)["rounds"]
 
     def _collect_scores(self, uid_QT, position_QT, score_QT) -> None:
         for q, t in np.argwhere(uid_QT >= 0):

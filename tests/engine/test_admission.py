@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.state import RUNNING
+from engine.state import RUNNING, totals
 from tests.engine.driver import Driver, Request
 from tests.engine.test_advance import BASE, STEMS, TIGHT, assert_right
 
@@ -18,9 +18,9 @@ def test_a_prefix_on_free_pages_costs_these_pages():
     again = Request(2, STEMS[0], 28, arrival=1)
     driver.run([runner, again])
     assert_right(driver, [runner, again])
-    assert int(driver.state.counters.preemptions) == 0
+    assert totals(driver.state)["preemptions"] == 0
     assert driver.token_rounds[2][0] > driver.token_rounds[1][-1]
-    assert int(driver.state.counters.prefix_hit_tokens) == 20
+    assert totals(driver.state)["prefix_hit_tokens"] == 20
 
 
 def test_never_more_rows_run_than_the_configuration_says():
@@ -40,7 +40,7 @@ def test_a_choice_is_let_in_only_with_a_page_for_its_copy():
     family = [Request(0, STEMS[0][:18], 22), Request(1, STEMS[0][:18], 22, parent_uid=0)]
     driver.run(family)
     assert_right(driver, family)
-    assert int(driver.state.counters.preemptions) == 0
+    assert totals(driver.state)["preemptions"] == 0
     assert driver.token_rounds[1][0] > driver.token_rounds[0][-1]
 
 
@@ -49,6 +49,6 @@ def test_the_end_of_a_free_chain_goes_before_its_root():
     driver = Driver(TIGHT)
     driver.run([Request(0, STEMS[0][:20], 21)])
     driver.run([Request(1, STEMS[1] + STEMS[1][:3], 28)])
-    before = int(driver.state.counters.prefix_hit_tokens)
+    before = totals(driver.state)["prefix_hit_tokens"]
     driver.run([Request(2, STEMS[0][:20], 21)])
-    assert int(driver.state.counters.prefix_hit_tokens) - before == 3 * 4
+    assert totals(driver.state)["prefix_hit_tokens"] - before == 3 * 4

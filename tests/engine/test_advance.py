@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.pages import release, share, take
-from engine.state import EngineConfig, init_state
+from engine.state import EngineConfig, init_state, totals
 from tests.engine.driver import VOCAB, Driver, Request
 from tests.engine.rule_model import outputs, prompt_scores
 
@@ -148,7 +148,7 @@ def test_b46_preempted_requests_give_the_tokens_of_an_unpreempted_run():
     requests = [Request(i, STEMS[i % 2][: 6 + i], 38) for i in range(4)]
     driver = Driver(config)
     driver.run(requests)
-    assert int(driver.state.counters.preemptions) > 0
+    assert totals(driver.state)["preemptions"] > 0
     assert_right(driver, requests)
 
 
@@ -157,7 +157,7 @@ def test_preemption_takes_the_lowest_priority_then_the_youngest():
     others = [Request(i, STEMS[1][: 8 + i], 36, priority=1) for i in (0, 1)]
     driver = Driver(TIGHT_UNCACHED, rounds=1)
     driver.run([*others, urgent])
-    assert int(driver.state.counters.preemptions) > 0
+    assert totals(driver.state)["preemptions"] > 0
     rounds = driver.token_rounds
     assert np.diff(rounds[2]).max() == 1  # never preempted
     assert rounds[2][-1] < rounds[0][-1] < rounds[1][-1]
@@ -219,7 +219,7 @@ def test_b46_preemption_loses_no_score_and_scores_nothing_after_the_first_token(
     requests = [Request(i, STEMS[i % 2][: 6 + i], 38, score_prompt=1) for i in range(4)]
     driver = Driver(config)
     driver.run(requests)
-    assert int(driver.state.counters.preemptions) > 0
+    assert totals(driver.state)["preemptions"] > 0
     assert_right(driver, requests)
 
 
@@ -227,7 +227,7 @@ def test_b46_preemption_loses_no_score_and_scores_nothing_after_the_first_token(
 
 
 def hit_tokens(driver: Driver) -> int:
-    return int(driver.state.counters.prefix_hit_tokens)
+    return totals(driver.state)["prefix_hit_tokens"]
 
 
 @pytest.mark.parametrize(("length", "hits"), [(7, 4), (8, 4), (9, 8)])
@@ -339,7 +339,7 @@ def test_choices_share_the_prompt_and_copy_only_the_page_they_write():
         driver.dispatch()
     assert_right(driver, family)
     # All three write the half page in one round, each to a copy, and the original is given back.
-    assert int(driver.state.counters.page_copies) == 3
+    assert totals(driver.state)["page_copies"] == 3
     assert most == 4 + 3 + 3  # full prompt pages, copies, one more page each from token 21
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.fork import fork
-from engine.state import NO_TOKEN, Forks
+from engine.state import NO_TOKEN, Forks, totals
 from tests.engine.driver import VOCAB, Driver, Request
 from tests.engine.rule_model import check_invariants, next_token
 from tests.engine.test_advance import BASE, STEMS
@@ -57,12 +57,12 @@ def test_histories_move_around_at_once():
 
 def test_one_history_for_all_shares_every_page_until_it_is_written():
     driver, known = started()
-    before = int(driver.state.counters.page_copies)
+    before = totals(driver.state)["page_copies"]
     driver.dispatch(forks=[(to, 1, LENGTH, 60 + to) for to in (0, 1, 2)])
     tables = np.asarray(driver.state.slots.page_table_SM)
     held = [set(row[row > 0].tolist()) for row in tables if row.any()]
     assert len(set.intersection(*held)) == 2  # the full pages; each wrote the third in a copy
-    assert int(driver.state.counters.page_copies) - before == 3
+    assert totals(driver.state)["page_copies"] - before == 3
     expected = {}
     for to in (0, 1, 2):
         expected[to] = [*known[1], 60 + to]

@@ -1,5 +1,6 @@
 """How prompts reach the prefill pass: who waits for whom."""
 
+from engine.state import totals
 from tests.engine.driver import Driver, Request
 from tests.engine.test_advance import ROOMY, STEMS, assert_right
 
@@ -11,8 +12,8 @@ def test_equal_prompts_that_come_together_are_computed_once():
     driver.run(requests)
     assert_right(driver, requests)
     # 20 tokens, of which the last page is computed by each.
-    assert int(driver.state.counters.prefill_tokens) == 20 + 4 + 4
-    assert int(driver.state.counters.prefix_hit_tokens) == 16 + 16
+    assert totals(driver.state)["prefill_tokens"] == 20 + 4 + 4
+    assert totals(driver.state)["prefix_hit_tokens"] == 16 + 16
 
 
 def test_a_long_prompt_of_low_priority_keeps_nobody_of_high_priority_waiting():

@@ -7,6 +7,7 @@ import numpy as np
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
+from engine.state import totals
 from tests.engine.rule_model import outputs
 from tests.engine.test_llm import DEFAULTS, ask, greedy
 from tests.engine.test_metrics import RULE_VOCAB, Clock, rule_engine
@@ -52,4 +53,4 @@ def test_eight_choices_hold_the_prompt_once_and_one_partial_page_each():
     # Four full prompt pages and three of its own per row, once the first choice, which is a round
     # ahead, has ended. Without sharing each row would hold seven.
     assert most == 4 + 7 * 3
-    assert int(engine._state.counters.page_copies) == 8
+    assert totals(engine._state)["page_copies"] == 8
