@@ -3,6 +3,7 @@
 Resolves `dtype="auto"`, the memory a cache may be sized from, and the persistent compilation cache.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -47,18 +48,40 @@ def min_matmul_rows(dtype: jnp.dtype) -> int:
 
 
 def free_memory_bytes() -> int | None:
-    """Memory one device has left: as the accelerator reports it, or the host's available RAM.
-
-    None where neither can be told.
-    """
+    """Memory one device has left: as the accelerator reports it, or what the host still gives this
+    process. None where neither can be told."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else ():
+    return min(_host_memory_bytes(Path("/")), default=None)
+
+
+def _host_memory_bytes(root: Path) -> Iterator[int]:
+    """What is left of each limit: of the host's RAM, and of every control group (container) around
+    this process, version 1 or 2. File pages that the kernel would give up count as free."""
+    for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+            yield int(line.split()[1]) * 1024
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, limit, usage, cached = "", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, usage = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        top = root / "sys/fs/cgroup" / top
+        innermost = top / path.lstrip("/")
+        for group in (innermost, *innermost.parents):
+            if group.is_relative_to(top) and _lines(group / limit) not in ([], ["max"]):
+                stat = dict(entry.split() for entry in _lines(group / "memory.stat"))
+                used_bytes = int(_lines(group / usage)[0]) - int(stat.get(cached, 0))
+                yield max(int(_lines(group / limit)[0]) - used_bytes, 0)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
 
 
 def enable_compilation_cache(directory: Path | None = None) -> Path:
