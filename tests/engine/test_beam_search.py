@@ -20,9 +20,11 @@ from engine.engine import Engine
 from engine.logprobs import NO_TOKEN, Logprobs
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import SamplingLimits
-from engine.state import EngineConfig
+from engine.state import EMPTY, EngineConfig
 from engine.step import Sampled
 from tests.engine.rule_model import RuleModel, check_invariants, next_token
+from tests.engine.test_llm import PREEMPTING, fresh_llm, greedy
+from tests.engine.test_llm import PROMPTS as LLM_PROMPTS
 
 RULE_VOCAB, MAX_LOGPROBS = 11, 16
 RNG = np.random.default_rng(0)
@@ -78,12 +80,19 @@ class Checked(Engine):
 
     most_pages = 0
 
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.preempted: set[int] = set()  # uids
+
     def step(self, *, lockstep=False):
         news = super().step(lockstep=lockstep)
         live = set(self._out) | set(self._aborts)
         check_invariants(self.config, self._state, live, may_hold=lockstep)
         used = self.config.num_pages - 1 - int(self._state.pool.num_free)
         self.most_pages = max(self.most_pages, used)
+        slots = self._state.slots
+        hit_S = (np.asarray(slots.preemptions_S) > 0) & (np.asarray(slots.status_S) != EMPTY)
+        self.preempted |= set(np.asarray(slots.requests.uid)[hit_S].tolist())
         return news
 
     def search(self, prompts, params):
@@ -212,10 +221,14 @@ def test_beams_share_pages_and_copy_only_those_they_write():
     assert counters["prefill_tokens"] + counters["decode_tokens"] == 18 + 8 + 8
 
 
-def test_b46_searches_beside_other_requests_in_a_pool_that_runs_short():
+@pytest.mark.parametrize("first", ["the others", "the searches"])
+def test_b46_searches_beside_other_requests_in_a_pool_that_runs_short(first):
     engine = engine_of(config=SMALL)
     params = SamplingParams(temperature=0, max_tokens=30, detokenize=False)
-    others = [engine.add_request(f"other {i}", PROMPTS[i], params)[0] for i in range(4)]
+    priority = -1 if first == "the others" else 1
+    others = [
+        engine.add_request(f"other {i}", PROMPTS[i], params, priority=priority)[0] for i in range(4)
+    ]
     for _ in range(3):
         engine.step(lockstep=True)
     ids = itertools.count()
@@ -226,11 +239,29 @@ def test_b46_searches_beside_other_requests_in_a_pool_that_runs_short():
         assert plain(sequences, PROMPTS[i]) == reference(PROMPTS[i], 11, 3, 8)
     while engine.has_unfinished:
         engine.step(lockstep=True)
-    assert engine.counters()["preemptions"] > 0
+    preempted_others = engine.preempted & {other.uid for other in others}
+    if first == "the others":
+        assert engine.preempted - preempted_others  # beams, and they came back
+    else:
+        assert engine.preempted == preempted_others != set()
     for other, prompt in zip(others, PROMPTS[:4], strict=True):
         expected = reference(prompt, 11, 1, 30)
         assert tuple(other.token_ids) == expected[0][0][0]
     assert engine.all_pages_are_free
+
+
+def test_b46_preempted_beams_of_a_network_are_those_of_an_ample_pool():
+    params = BeamSearchParams(2, 8)
+    (ample,) = fresh_llm().beam_search([LLM_PROMPTS[3]], params)
+    llm = fresh_llm(**PREEMPTING)
+    for i in (4, 5):
+        llm.engine.add_request(f"other {i}", LLM_PROMPTS[i], greedy(24), priority=-1)
+    (tight,) = llm.beam_search([LLM_PROMPTS[3]], params)
+    assert llm.get_metrics().preemptions > 0
+    assert [s.tokens for s in tight.sequences] == [s.tokens for s in ample.sequences]
+    for a, b in zip(tight.sequences, ample.sequences, strict=True):
+        # Keys that are computed again come from a wider pass: float32 rounds otherwise.
+        assert a.cum_logprob == pytest.approx(b.cum_logprob, rel=1e-5)
 
 
 def test_field_ignore_eos_and_field_include_stop_str_in_output():
