@@ -1,8 +1,8 @@
 """Ragged paged attention on a TPU: what the Mosaic kernel takes and how a call is packed for it.
 
 The slots' rows are cut into tiles of Q new tokens that never cross slots, and the queries of a tile
-are packed into matmul rows (`pack`). One kernel call takes the slots with few new tokens (decode
-and verification), a second one those with many (chunks of a prompt), see `tpu_kernel`.
+are packed into matmul rows (`tpu_pack`). One kernel call takes the slots with few new tokens
+(decode and verification), a second one those with many (chunks of a prompt), see `tpu_kernel`.
 
 Invariant: only page table entries of a slot's visible positions are read.
 
@@ -11,10 +11,10 @@ L lanes of a page row, F heads that share a row, G query heads per KV head.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention import tpu_kernel
 from pallas_kernels.paged_attention.spec import KernelSpec, check
 from pallas_kernels.paged_attention.tpu_block import LANES, Plan
 from pallas_kernels.paged_attention.tpu_kernel import kernel
+from pallas_kernels.paged_attention.tpu_pack import QueryTiles, cut, pack, per_row, unpack
 from pallas_kernels.paged_attention.tpu_sizes import (
     SUBLANES,
     Sizes,
@@ -68,78 +69,6 @@ def supports(spec: KernelSpec, chip: Chip | None) -> str | None:
     return None
 
 
-class QueryTiles(NamedTuple):
-    """Per tile its slot, first row in q, number of rows, position of that row."""
-
-    slot: jax.Array
-    row: jax.Array
-    rows: jax.Array
-    position: jax.Array
-
-
-def cut(q_start_S, q_len_S, kv_len_S, queries: int, num_tiles: int) -> QueryTiles:
-    """The slots' rows in tiles of at most `queries`; tiles past the last one have no rows."""
-    tiles_S = (q_len_S + queries - 1) // queries
-    end_S = jnp.cumsum(tiles_S)
-    z_Z = jnp.arange(num_tiles, dtype=jnp.int32)
-    slot_Z = jnp.searchsorted(end_S, z_Z, side="right", method="compare_all").astype(jnp.int32)
-
-    def of_slot(a_S):
-        return a_S.at[slot_Z].get(mode="fill", fill_value=0)
-
-    first_Z = (z_Z - of_slot(end_S - tiles_S)) * queries
-    return QueryTiles(
-        slot=slot_Z,
-        row=of_slot(q_start_S) + first_Z,
-        rows=jnp.clip(of_slot(q_len_S) - first_Z, 0, queries),
-        position=of_slot(kv_len_S - q_len_S) + first_Z,
-    )
-
-
-def pack(q_ZQNH: jax.Array, kv_pages: jax.Array) -> jax.Array:
-    """Queries as q_ZRML, heads that share a row of the page below each other.
-
-    A head's queries are zero in the lanes of the other heads, or of the values where a row holds
-    one head's keys and values, so that one product over all lanes gives the scores.
-    """
-    Z, Q, N, H = q_ZQNH.shape
-    _, parts, R, _, L = kv_pages.shape
-    F = L // H if parts == 2 else 1
-    G = N // (R * F)
-    q_ZRFGQH = q_ZQNH.reshape(Z, Q, R, F, G, H).transpose(0, 2, 3, 4, 1, 5)
-    if parts == 1:
-        q_ZRFGQL = jnp.pad(q_ZRFGQH, ((0, 0),) * 5 + ((0, L - H),))
-    else:
-        own_FfH = jnp.eye(F, dtype=bool)[:, None, None, :, None]
-        q_ZRFGQL = jnp.where(own_FfH, q_ZRFGQH[..., None, :], 0).reshape(Z, R, F, G, Q, F * H)
-        q_ZRFGQL = jnp.pad(q_ZRFGQL, ((0, 0),) * 5 + ((0, L - F * H),))
-    rows = F * G * Q
-    padding = -rows % SUBLANES
-    return jnp.pad(q_ZRFGQL.reshape(Z, R, rows, L), ((0, 0), (0, 0), (0, padding), (0, 0)))
-
-
-def unpack(o_ZRML: jax.Array, queries: int, num_heads: int, head_dim: int, parts: int) -> jax.Array:
-    """o_ZQNH of what the kernel returns: each head's own lanes."""
-    Z, R, _, L = o_ZRML.shape
-    N, H, Q = num_heads, head_dim, queries
-    F = L // H if parts == 2 else 1
-    o_ZRFGQL = o_ZRML[:, :, : N // R * Q].reshape(Z, R, F, N // (R * F), Q, L)
-    if parts == 1:
-        o_ZRFGQH = o_ZRFGQL[..., L - H :]
-    else:
-        own = [o_ZRFGQL[:, :, f, :, :, f * H : (f + 1) * H] for f in range(F)]
-        o_ZRFGQH = jnp.stack(own, axis=2)
-    return o_ZRFGQH.transpose(0, 4, 1, 2, 3, 5).reshape(Z, Q, N, H)
-
-
-def _per_row(a_N: jax.Array, queries: int, shape: tuple[int, ...]) -> jax.Array:
-    """One number per query head as an array [R, M, 128] in the order of the matmul rows."""
-    R, M = shape[1:3]
-    a_RM = jnp.repeat(a_N.astype(jnp.float32).reshape(R, -1), queries, axis=1)
-    a_RM = jnp.pad(a_RM, ((0, 0), (0, M - a_RM.shape[1])))
-    return jnp.broadcast_to(a_RM[..., None], (R, M, LANES))
-
-
 def _run(
     arrays,
     tiles: QueryTiles,
@@ -175,7 +104,7 @@ def _run(
     scale_2RM = jnp.zeros((2, 1, SUBLANES, LANES), jnp.float32)
     if spec.kv_scales:
         scale_2N = jnp.repeat(kv_scale_2K, N // spec.num_kv_heads, axis=1)
-        scale_2RM = jnp.stack([_per_row(a_N, Q, q_ZRML.shape) for a_N in scale_2N])
+        scale_2RM = jnp.stack([per_row(a_N, Q, q_ZRML.shape) for a_N in scale_2N])
     # Only where the matrix unit takes the pages as they are.
     split = spec.kv_dtype == "float8_e4m3fn" and chip is not None and chip.multiplies(spec.kv_dtype)
     plan = Plan(
@@ -233,10 +162,55 @@ def _run(
         *(jnp.pad(a_Z, (0, 1)) for a_Z in in_scalar_memory),
         q_ZRML,
         kv_pages,
-        _per_row(sink_N, Q, q_ZRML.shape),
+        per_row(sink_N, Q, q_ZRML.shape),
         scale_2RM,
     )
     return unpack(o_ZRML, Q, N, spec.head_dim, parts)
+
+
+def _run_pass(
+    o_TNH: jax.Array,
+    arrays,
+    slots,
+    most: int,
+    spec: KernelSpec,
+    sizes: Sizes,
+    chip: Chip | None,
+    interpret: bool | pltpu.InterpretParams,
+) -> jax.Array:
+    """o_TNH with the rows of `slots` (q_start_S, q_len_S, kv_len_S), of which none has over `most`.
+
+    Tiles hold several times the rows that there are if every slot has a part of one. Where they
+    might, they are packed and attended to in groups, as many as there turn out to be.
+    """
+    q_start_S, q_len_S, _ = slots
+    T, Q = spec.num_rows, sizes.queries
+    num_tiles = min(spec.num_slots * -(-most // Q), spec.num_slots + T // Q, T)
+    at_once = num_tiles if num_tiles * Q <= 2 * T else max(1, T // Q)
+    tiles = cut(*slots, Q, num_tiles + -num_tiles % at_once)
+    tiles_S = (q_len_S + Q - 1) // Q
+    live = jnp.sum(tiles_S)
+
+    # Each row's place among the tiles: a gather, since a scatter may become a serial loop.
+    row_T = jnp.arange(T, dtype=jnp.int32)
+    owns_ST = (q_start_S[:, None] <= row_T) & (row_T < (q_start_S + q_len_S)[:, None])
+    slot_T = jnp.argmax(owns_ST, axis=0)
+    place_T = row_T - q_start_S.at[slot_T].get(mode="clip")
+    z_T = (jnp.cumsum(tiles_S) - tiles_S).at[slot_T].get(mode="clip") + place_T // Q
+    z_T = jnp.where(jnp.any(owns_ST, axis=0), z_T, -1)
+
+    def attend_some(group, o_TNH):
+        first = group * at_once
+        some = QueryTiles(*(lax.dynamic_slice_in_dim(a_Z, first, at_once) for a_Z in tiles))
+        num_some = jnp.clip(live - first, 0, at_once)
+        o_ZQNH = _run(arrays, some, num_some, spec, sizes, chip, interpret)
+        got_TNH = o_ZQNH.at[z_T - first, place_T % Q].get(mode="clip")
+        here_T = (z_T >= first) & (z_T < first + at_once)
+        return jnp.where(here_T[:, None, None], got_TNH, o_TNH)
+
+    if at_once == num_tiles:
+        return attend_some(0, o_TNH)
+    return lax.fori_loop(0, (live + at_once - 1) // at_once, attend_some, o_TNH)
 
 
 def attend(
@@ -268,27 +242,14 @@ def attend(
         sinks_N=sinks_N, kv_scale_2K=kv_scale_2K,
     )  # fmt: skip
     arrays = (q_TNH, kv_pages, page_table_SM, sinks_N, kv_scale_2K)
-    row_T = jnp.arange(spec.num_rows, dtype=jnp.int32)
-    owns_ST = (q_start_S[:, None] <= row_T) & (row_T < (q_start_S + q_len_S)[:, None])
-    slot_T = jnp.argmax(owns_ST, axis=0)
-    owned_T = jnp.any(owns_ST, axis=0)
-    row_in_slot_T = row_T - q_start_S.at[slot_T].get(mode="clip")
-
     o_TNH = jnp.zeros_like(q_TNH)
     done = 0
     sizes = sizes or default_sizes(spec, chip)
     for each in sizes:
-        last, Q = each is sizes[-1], each.queries
-        mine_S = (q_len_S > done) & (last | (q_len_S <= Q))
-        tiles_S = jnp.where(mine_S, (q_len_S + Q - 1) // Q, 0)
-        most = -(-min(max_q_len, spec.num_rows) // Q) if last else 1
-        num_tiles = min(spec.num_slots * most, spec.num_slots + spec.num_rows // Q)
-        tiles = cut(q_start_S, jnp.where(mine_S, q_len_S, 0), kv_len_S, Q, num_tiles)
-        o_ZQNH = _run(arrays, tiles, jnp.sum(tiles_S), spec, each, chip, interpret)
-        # Each row's place among the tiles: a gather, since a scatter may become a serial loop.
-        z_T = (jnp.cumsum(tiles_S) - tiles_S).at[slot_T].get(mode="clip") + row_in_slot_T // Q
-        got_TNH = o_ZQNH.at[z_T, row_in_slot_T % Q].get(mode="clip")
-        mine_T = owned_T & mine_S.at[slot_T].get(mode="clip")
-        o_TNH = jnp.where(mine_T[:, None, None], got_TNH, o_TNH)
-        done = Q
+        last = each is sizes[-1]
+        mine_S = (q_len_S > done) & (last | (q_len_S <= each.queries))
+        slots = (q_start_S, jnp.where(mine_S, q_len_S, 0), kv_len_S)
+        most = min(max_q_len, spec.num_rows) if last else each.queries
+        o_TNH = _run_pass(o_TNH, arrays, slots, most, spec, each, chip, interpret)
+        done = each.queries
     return o_TNH

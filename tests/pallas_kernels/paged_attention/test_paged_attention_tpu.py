@@ -105,7 +105,7 @@ def test_b106_sizes_around_block_edges(name):
         assert drawn_excess(name, slots) <= 1
 
 
-@pytest.mark.parametrize("name", ["heads_share", "keys_and_values_share"])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_tpu_interpreter_finds_no_race(name, capfd):
     """Copies run when they are waited for, memory starts as NaN, every access is checked."""
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -123,6 +123,19 @@ def test_b105_entries_past_the_used_ones_are_never_read():
     inputs = inputs._replace(page_table_SM=jnp.asarray(table_SM))
     out_TNH, spec = run(case, inputs, (Sizes(1, 4, 2),), pltpu.InterpretParams())
     assert excess(out_TNH, case, inputs, spec) <= 1
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_tiles_of_many_slots_are_attended_to_in_groups(window):
+    """Slots with a part of a tile of 8 rows each: 7 tiles in groups of 3. One slot has two, one has
+    none."""
+    q_lens, kv_lens = (3, 9, 2, 1, 0, 4, 2), (20, 40, 9, 33, 5, 4, 2)
+    case = Case("groups", 4, 2, 8, 4, q_lens, kv_lens, window=window)
+    inputs = make_inputs(case)
+    interpret = pltpu.InterpretParams(uninitialized_memory="nan")
+    for sizes in ((Sizes(8, 2, 2),), (Sizes(1, 2, 2), Sizes(8, 2, 2))):
+        out_TNH, spec = run(case, inputs, sizes, interpret)
+        assert excess(out_TNH, case, inputs, spec) <= 1
 
 
 def test_block_sizes_do_not_matter():

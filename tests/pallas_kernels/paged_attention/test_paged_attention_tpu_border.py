@@ -11,7 +11,7 @@ from pallas_kernels.chips import CHIPS, chip
 from pallas_kernels.paged_attention import choose, refusals, tpu_sizes
 from pallas_kernels.paged_attention.layout import lanes_of, num_kv_heads_of, pages_shape
 from pallas_kernels.paged_attention.spec import check, tolerance
-from pallas_kernels.paged_attention.tpu import pack, unpack
+from pallas_kernels.paged_attention.tpu_pack import pack, unpack
 from pallas_kernels.paged_attention.tpu_sizes import default_sizes, vmem_bytes
 
 V6E = chip("v6e")
