@@ -1,7 +1,8 @@
 """What scheduling costs: its share of a real decode step, and its parts at a server's sizes.
 
 Share: the engine's whole `advance` against the forward pass and the sampler alone, on the same
-rows, in turn. Parts: each function of a round on a full batch whose every row needs a page.
+rows, in turn. Parts: each function of a round on a full batch whose every row needs a page, less a
+call that does nothing with the same arrays.
 
     python scripts/bench_scheduler.py --model smollm2-135m --rows 32
 """
@@ -200,13 +201,19 @@ def parts_of_a_round(args: argparse.Namespace) -> dict:
         program = jax.jit(function, donate_argnums=0)
         return partial(jax.tree.map, jnp.array, state), lambda copy: program(copy, *others)
 
+    def nothing(state, plan):
+        return state.replace(slots=state.slots.replace(status_S=state.slots.status_S + 1)), plan
+
     cases = {
-        "schedule": (lambda: full, plan_of),
+        "the call itself": donating(nothing, full, plan),
+        "schedule": donating(lambda state: (state, schedule(config, state)), full),
         "allocate, a page for each row": donating(partial(allocate, config), full, plan),
         "whole round": donating(one_round, usual),
     }
     times = medians_ms(cases, args.repeats, "parts")
-    return {"slots": args.slots, "pages": args.pages, "ms": times}
+    call_ms = times.pop("the call itself")  # the engine's rounds run in a loop, without it
+    parts = {name: value - call_ms for name, value in times.items()}
+    return {"slots": args.slots, "pages": args.pages, "call_ms": call_ms, "ms": parts}
 
 
 def main() -> None:
