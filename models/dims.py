@@ -12,6 +12,7 @@ N  query heads
 K  key/value heads
 G  query heads per key/value head (N = K * G)
 H  head width
+A  all query heads' channels side by side (N * H)
 R  rotated channels of a head (R <= H)
 V  vocabulary
 E  rows of a learned position table
@@ -23,6 +24,7 @@ LOGICAL_AXES = {
     "D": "embed",
     "F": "mlp",
     "N": "heads",
+    "A": "heads",
     "K": "kv_heads",
     "H": "head_dim",
     "E": "positions",

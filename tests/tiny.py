@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, NormSpec, RopeSpec
 from models.model import ModelParams, declare
-from models.params import init
+from models.params import flatten, init, unflatten
 
 VOCAB = 97
 SPECIAL = VOCAB - 1  # the id of <special>
@@ -37,9 +37,13 @@ def tiny_config(*, num_layers: int = 2, max_position: int = 512, **attention) ->
 
 
 def tiny_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32) -> ModelParams:
-    """Random weights, scaled up so that logits differ clearly and depend on the whole history."""
-    params = init(declare(config), jax.random.key(seed), dtype)
-    return jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)
+    """Random weights, scaled up so that logits differ clearly and, what attention adds most of all,
+    depend on the whole history."""
+    leaves = flatten(init(declare(config), jax.random.key(seed), dtype))
+    for path, x in leaves.items():
+        if x.ndim > 1:
+            leaves[path] = x * (4 if path.endswith("wo_DA") else 2)
+    return unflatten(declare(config), leaves)
 
 
 def write_tokenizer(directory: Path) -> None:

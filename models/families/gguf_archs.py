@@ -112,7 +112,7 @@ def _layer_sources(arch: Arch, layer: LayerSpec) -> Mapping[str, Source]:
     return {
         **norms,
         **_qkv_sources(arch, layer.mixer),
-        "mixer.wo_DNH": Source("attn_output.weight"),
+        "mixer.wo_DA": Source("attn_output.weight"),
         "mixer.bo_D": Source("attn_output.bias"),
         "mixer.q_norm.scale": Source("attn_q_norm.weight"),
         "mixer.k_norm.scale": Source("attn_k_norm.weight"),

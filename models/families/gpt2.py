@@ -76,7 +76,7 @@ def gpt2_sources(config: ModelConfig) -> Sources:
         "mixer.wq_NHD": Source("attn.c_attn.weight", transpose=True, **fused(0)),
         "mixer.wk_KHD": Source("attn.c_attn.weight", transpose=True, **fused(1)),
         "mixer.wv_KHD": Source("attn.c_attn.weight", transpose=True, **fused(2)),
-        "mixer.wo_DNH": Source("attn.c_proj.weight", transpose=True),
+        "mixer.wo_DA": Source("attn.c_proj.weight", transpose=True),
         "mixer.bq_NH": Source("attn.c_attn.bias", **fused(0)),
         "mixer.bk_KH": Source("attn.c_attn.bias", **fused(1)),
         "mixer.bv_KH": Source("attn.c_attn.bias", **fused(2)),

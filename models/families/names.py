@@ -28,7 +28,7 @@ ATTENTION = {
     "mixer.wq_NHD": "self_attn.q_proj.weight",
     "mixer.wk_KHD": "self_attn.k_proj.weight",
     "mixer.wv_KHD": "self_attn.v_proj.weight",
-    "mixer.wo_DNH": "self_attn.o_proj.weight",
+    "mixer.wo_DA": "self_attn.o_proj.weight",
     "mixer.bq_NH": "self_attn.q_proj.bias",
     "mixer.bk_KH": "self_attn.k_proj.bias",
     "mixer.bv_KH": "self_attn.v_proj.bias",

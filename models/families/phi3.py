@@ -48,7 +48,7 @@ def phi3_sources(config: ModelConfig) -> Sources:
         "mixer.wq_NHD": Source(qkv, rows=(0, q_rows)),
         "mixer.wk_KHD": Source(qkv, rows=(q_rows, q_rows + kv_rows)),
         "mixer.wv_KHD": Source(qkv, rows=(q_rows + kv_rows, q_rows + 2 * kv_rows)),
-        "mixer.wo_DNH": "self_attn.o_proj.weight",
+        "mixer.wo_DA": "self_attn.o_proj.weight",
         "mlp.w_gate_FD": Source(gate_up, rows=(0, mlp_width)),
         "mlp.w_up_FD": Source(gate_up, rows=(mlp_width, 2 * mlp_width)),
         "mlp.w_down_DF": "mlp.down_proj.weight",

@@ -28,7 +28,7 @@ class AttentionParams:
     wq_NHD: jax.Array | Param
     wk_KHD: jax.Array | Param
     wv_KHD: jax.Array | Param
-    wo_DNH: jax.Array | Param
+    wo_DA: jax.Array | Param
     bq_NH: jax.Array | Param | None = None
     bk_KH: jax.Array | Param | None = None
     bv_KH: jax.Array | Param | None = None
@@ -49,7 +49,7 @@ def declare_attention(spec: AttentionSpec, norm: NormSpec, width: int) -> Attent
         wq_NHD=Param("NHD", (N, H, D)),
         wk_KHD=Param("KHD", (K, H, D)),
         wv_KHD=Param("KHD", (K, H, D)),
-        wo_DNH=Param("DNH", (D, N, H)),
+        wo_DA=Param("DA", (D, N * H)),
         bq_NH=Param("NH", (N, H), "zeros") if spec.qkv_bias else None,
         bk_KH=Param("KH", (K, H), "zeros") if spec.qkv_bias else None,
         bv_KH=Param("KH", (K, H), "zeros") if spec.qkv_bias else None,
@@ -87,7 +87,8 @@ def apply_attention(
     if step.head_split is not None:
         run = step.head_split.per_device(run, HEAD_AXES, (1, 2))
     o_TNH, kv_pages = run(q_TNH, k_TKH, v_TKH, params.sinks_N, kv_pages, step)
-    out_TD = with_bias(contract("TNH,DNH->TD", o_TNH, params.wo_DNH), params.bo_D)
+    o_TA = o_TNH.reshape(o_TNH.shape[0], -1)
+    out_TD = with_bias(contract("TA,DA->TD", o_TA, params.wo_DA), params.bo_D)
     return out_TD, kv_pages
 
 

@@ -86,7 +86,7 @@ def test_b80_head_dim_is_taken_as_written():
     assert (explicit.head_dim, explicit.scale, explicit.rope.rotary_dim) == (16, 0.25, 16)
     params = flatten(declare(read(head_dim=16)))
     assert params["layers.0.mixer.wq_NHD"].shape == (4, 16, 40)
-    assert params["layers.0.mixer.wo_DNH"].shape == (40, 4, 16)
+    assert params["layers.0.mixer.wo_DA"].shape == (40, 64)
 
 
 @pytest.mark.parametrize("changes", [{}, {"head_dim": None}])
