@@ -7,10 +7,12 @@ a block has. Both come from the bundles of compiled kernels (docs/tpu-kernels.md
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from importlib import resources
 
 from pallas_kernels.chips import Chip
+from pallas_kernels.chips import chip as chip_named
 from pallas_kernels.paged_attention.spec import KernelSpec
 from pallas_kernels.paged_attention.tpu_block import LANES
 
@@ -63,8 +65,27 @@ def _pages_of_block(spec: KernelSpec, most_keys: int, tuned_keys: int | None) ->
     return max(1, min(most, spec.pages_per_slot) // unit) * unit
 
 
-def read_table() -> dict[str, dict[str, dict[str, int]]]:
-    return json.loads(resources.files(__package__).joinpath("tpu_sizes.json").read_text("utf-8"))
+Table = dict[str, dict[str, dict[str, int]]]
+
+
+def parse_table(text: str) -> Table:
+    """ValueError names the entry that says nothing or what no kernel can do."""
+    table = json.loads(text)
+    for name, entries in table.items():
+        chip_named(name)
+        for key, keys in entries.items():
+            known = re.fullmatch(r"H\d+ K\d+ C\d+ \w+", key) and keys.keys() <= {"few", "chunk"}
+            if not known or any(n < LANES or n % LANES for n in keys.values()):
+                raise ValueError(
+                    f'tuned sizes of {name}, "{key}": {keys}; must be like "H128 K8 C16 bfloat16": '
+                    f'{{"few": n, "chunk": n}} with multiples of {LANES}'
+                )
+    return table
+
+
+def read_table() -> Table:
+    path = resources.files(__package__).joinpath("tpu_sizes.json")
+    return parse_table(path.read_text("utf-8"))
 
 
 def _tuned(spec: KernelSpec, chip: Chip | None) -> dict[str, int]:

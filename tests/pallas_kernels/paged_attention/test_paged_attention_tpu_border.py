@@ -101,11 +101,28 @@ def test_sizes_of_the_formula_fit(each, page_size, heads, max_q_len):
 def test_tuned_sizes_come_before_the_formula(monkeypatch):
     spec = spec_of(max_q_len=512, num_rows=512, slots=8)
     few, chunk = default_sizes(spec, V6E)
-    assert tpu_sizes.read_table().keys() <= CHIPS.keys()
-    table = {"v6e": {"H128 K8 C16 bfloat16": {"few": 256}}}
-    monkeypatch.setattr(tpu_sizes, "read_table", lambda: table)
+    tuned = '{"v6e": {"H128 K8 C16 bfloat16": {"few": 256}}}'
+    monkeypatch.setattr(tpu_sizes, "read_table", lambda: tpu_sizes.parse_table(tuned))
     assert default_sizes(spec, V6E) == (dataclasses.replace(few, pages=256 // 16), chunk)
     assert default_sizes(spec, chip("v5e")) == (few, chunk)
+    other_pages = spec_of(page_size=32, max_q_len=512, num_rows=512, slots=8)
+    assert default_sizes(other_pages, V6E)[0].pages * 32 == few.pages * 16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ('{"v9": {}}', "there is no chip 'v9'"),
+        ('{"v6e": {"Llama": {"few": 256}}}', 'tuned sizes of v6e, "Llama"'),
+        ('{"v6e": {"H128 K8 C16 bfloat16": {"chunks": 256}}}', "'chunks': 256"),
+        ('{"v6e": {"H128 K8 C16 bfloat16": {"few": 100}}}', "multiples of 128"),
+    ],
+)
+def test_tuned_sizes_that_mean_nothing_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        tpu_sizes.parse_table(text)
+    assert tpu_sizes.read_table().keys() <= CHIPS.keys()
 
 
 @pytest.mark.parametrize(
