@@ -147,7 +147,7 @@ class LetterStream:
 
 SETTINGS = {"num_pages": 17, "max_num_seqs": 4, "steps_per_dispatch": 2}
 ASKED = [
-    SamplingParams(temperature=0.9, seed=1, max_tokens=24, stop=["M", "a"]),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=24, stop=["M", "X", "a"]),
     SamplingParams(temperature=1.2, n=3, seed=2, top_k=20, max_tokens=12, logprobs=2),
     SamplingParams(temperature=0, max_tokens=20, logprobs=0, frequency_penalty=0.7),
     SamplingParams(temperature=1, max_tokens=16, logit_bias={3: -np.inf, 5: 2.0}, min_tokens=4),
