@@ -57,7 +57,7 @@ MODES = {
     "static 8": mode("static", 8, 8, MAX_LEN),
     "static 32": mode("static", 32, 32, MAX_LEN),
     "continuous, contiguous": mode("continuous", 32, 32, MAX_LEN),
-    "continuous, paged": mode("continuous", 96, 32),
+    "continuous, paged": mode("continuous", 48, 32),
     "continuous, paged, memory of static 8": mode("continuous", 32, 8),
 }
 
