@@ -145,6 +145,7 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
     running_S = slots.status_S == RUNNING
     promised_S = ceil_div(slots.num_tokens_S, C) - slots.num_pages_S + 1  # and one to grow into
     available = pool.num_free - jnp.sum(jnp.where(running_S, promised_S, 0))
+    # Every condition holds for a prefix of the candidates: nobody overtakes.
     fits_A = exists_A & (jnp.cumsum(cost_A) <= available)
     fits_A &= jnp.arange(config.admissions_per_round) < room
     if config.policy == "continuous":
@@ -152,7 +153,6 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
         ahead_A = pick(sum_before(jnp.where(left_S > 1, left_S, 0), slots), slot_A)
         own_A = tokens_A - jnp.where(fork_A, prompt_A - 1, hits_A * C)
         fits_A &= ahead_A + jnp.cumsum(own_A) - own_A < config.token_budget
-    fits_A = jnp.cumprod(fits_A).astype(bool)
 
     held_AM &= fits_A[:, None]
     pool = when(
@@ -190,8 +190,7 @@ def _column(x_AM: jax.Array, column_A: jax.Array) -> jax.Array:
 def _parents(slots: Slots) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Per slot: its parent's slot; whether it can fork from it now; whether it must wait for it."""
     uid_S, wanted_S = slots.requests.uid, slots.requests.parent_uid
-    match_SS = (wanted_S[:, None] == uid_S[None, :]) & (slots.status_S != EMPTY)[None, :]
-    match_SS &= (wanted_S != NO_UID)[:, None]
+    match_SS = (wanted_S[:, None] == uid_S[None, :]) & (wanted_S != NO_UID)[:, None]
     alive_S = jnp.any(match_SS, axis=1)
     parent_S = jnp.max(jnp.where(match_SS, jnp.arange(uid_S.shape[0]), 0), axis=1)
     ready_S = (slots.status_S == RUNNING).at[parent_S].get(mode="clip") & (

@@ -23,3 +23,29 @@ def test_a_long_prompt_of_low_priority_keeps_nobody_of_high_priority_waiting():
     driver.run([long, short])
     assert_right(driver, [long, short])
     assert driver.token_rounds[1][0] == 1
+
+
+def test_a_prompt_that_takes_the_whole_budget_keeps_its_like_waiting():
+    """Eight tokens a round: the second finds the first one's pages when its turn comes."""
+    driver = Driver(ROOMY, rounds=1)
+    driver.run([Request(uid, STEMS[0][:8], 12) for uid in range(2)])
+    assert totals(driver.state)["prefill_tokens"] == 8 + 4
+
+
+def test_what_decodes_takes_nothing_of_the_budget():
+    """While another request decodes, seven and one of eight tokens go to two prompts at once."""
+    driver = Driver(ROOMY, rounds=1)
+    driver.dispatch([Request(0, STEMS[0][:2], 20)])
+    pair = [Request(1, STEMS[1][:7], 12), Request(2, STEMS[0][4:13], 14)]
+    driver.run(pair)
+    assert_right(driver, pair)
+    assert driver.token_rounds[1][0] == 1
+    assert driver.token_rounds[2][0] == 2  # the other eight tokens of nine
+
+
+def test_a_choice_waits_for_the_short_prompt_that_it_shares():
+    driver = Driver(ROOMY, rounds=1)
+    driver.run([Request(0, STEMS[0][:6], 12), Request(1, STEMS[0][:6], 12, parent_uid=0)])
+    counted = totals(driver.state)
+    assert (counted["prefill_tokens"], counted["page_copies"]) == (6, 2)
+    assert counted["prefix_query_tokens"] == 6  # a choice asks nothing
