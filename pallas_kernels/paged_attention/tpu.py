@@ -181,12 +181,12 @@ def _run_pass(
     """o_TNH with the rows of `slots` (q_start_S, q_len_S, kv_len_S), of which none has over `most`.
 
     Tiles hold several times the rows that there are if every slot has a part of one. Where they
-    might, they are packed and attended to in groups, as many as there turn out to be.
+    might, half as many rows as the call has are packed and attended to at once.
     """
     q_start_S, q_len_S, _ = slots
     T, Q = spec.num_rows, sizes.queries
     num_tiles = min(spec.num_slots * -(-most // Q), spec.num_slots + T // Q, T)
-    at_once = num_tiles if num_tiles * Q <= 2 * T else max(1, T // Q)
+    at_once = num_tiles if num_tiles * Q <= 2 * T else max(1, T // (2 * Q))
     tiles = cut(*slots, Q, num_tiles + -num_tiles % at_once)
     tiles_S = (q_len_S + Q - 1) // Q
     live = jnp.sum(tiles_S)

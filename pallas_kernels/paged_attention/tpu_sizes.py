@@ -108,10 +108,10 @@ def default_sizes(spec: KernelSpec, chip: Chip | None) -> tuple[Sizes, ...]:
         few = replace(few, buffers=few.buffers // 2)
     if not chunks:
         return (few,)
-    # A tile's rows share what a block costs beside them, up to 512 rows, but each slot may need a
-    # tile of its own: tiles hold at most about five times the rows that there are.
+    # A tile's rows share what a block costs beside them, up to 512 rows. But each slot may need a
+    # tile of its own, and few rows among many slots are short prompts: then tiles are smaller.
     group = spec.num_heads // spec.page_rows
-    few_rows = min(1 << (most - 1).bit_length(), 4 * spec.num_rows // spec.num_slots)
+    few_rows = min(1 << (most - 1).bit_length(), 8 * spec.num_rows // spec.num_slots)
     queries = max(8, min(128, 512 // group, few_rows))
     chunk = Sizes(
         1 << (queries.bit_length() - 1),

@@ -113,10 +113,12 @@ def test_b81_the_whole_step_leaves_the_cache_where_it_is(target, width, changes)
     assert result.notes == ()
     assert result.watched_copies == ()
     assert moves_of_the_cache(result) == []
-    # Of sampling and the vocabulary, however many layers there are; 1% of all 32 layers' cache is
-    # 164 MiB on one of four devices.
-    share = {"v5p": 1, "tpu7x": 2}.get(target, 4)
-    assert result.temp_bytes <= 512 // share * 2**20
+    # Of sampling and the vocabulary, however many layers there are: on larger TPUs for Llama below
+    # 1% of the cache of all 32.
+    most = 0.01 * 32 / 2 * result.part_bytes["cache"]
+    if target in ("v5e", "h100:1x1x8"):
+        most = 128 * 2**20
+    assert result.temp_bytes <= most
 
 
 def attention_operations(result) -> Counter:

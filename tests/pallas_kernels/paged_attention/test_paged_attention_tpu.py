@@ -127,13 +127,13 @@ def test_b105_entries_past_the_used_ones_are_never_read():
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_tiles_of_many_slots_are_attended_to_in_groups(window):
-    """Slots with a part of a tile of 8 rows each: 7 tiles in groups of 3. One slot has two, one has
-    none."""
+    """Slots with a part of a tile of 4 rows each: 8 tiles in groups of 3. One slot has three, in
+    two groups, one has none."""
     q_lens, kv_lens = (3, 9, 2, 1, 0, 4, 2), (20, 40, 9, 33, 5, 4, 2)
     case = Case("groups", 4, 2, 8, 4, q_lens, kv_lens, window=window)
     inputs = make_inputs(case)
     interpret = pltpu.InterpretParams(uninitialized_memory="nan")
-    for sizes in ((Sizes(8, 2, 2),), (Sizes(1, 2, 2), Sizes(8, 2, 2))):
+    for sizes in ((Sizes(4, 2, 2),), (Sizes(1, 2, 2), Sizes(4, 2, 2))):
         out_TNH, spec = run(case, inputs, sizes, interpret)
         assert excess(out_TNH, case, inputs, spec) <= 1
 
