@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.state import RUNNING, totals
 from tests.engine.driver import Driver, Request
-from tests.engine.test_advance import BASE, STEMS, TIGHT, assert_right
+from tests.engine.test_advance import BASE, CONFIGS, STEMS, TIGHT, assert_right
 
 
 def test_a_prefix_on_free_pages_costs_these_pages():
@@ -26,7 +26,8 @@ def test_a_prefix_on_free_pages_costs_these_pages():
 def test_never_more_rows_run_than_the_configuration_says():
     config = replace(BASE, max_num_seqs=3, num_slots=8, inbox_size=8, admissions_per_round=8)
     driver = Driver(replace(config, num_pages=60), rounds=1)
-    driver.dispatch([Request(i, STEMS[0][: 2 + i], 20) for i in range(8)])
+    # They end in different rounds: a place that one leaves is no place for two.
+    driver.dispatch([Request(i, STEMS[0][: 2 + i], 20 + 4 * (i % 5)) for i in range(8)])
     most = 0
     while driver.live:
         most = max(most, int((np.asarray(driver.state.slots.status_S) == RUNNING).sum()))
@@ -52,3 +53,38 @@ def test_the_end_of_a_free_chain_goes_before_its_root():
     before = totals(driver.state)["prefix_hit_tokens"]
     driver.run([Request(2, STEMS[0][:20], 21)])
     assert totals(driver.state)["prefix_hit_tokens"] - before == 3 * 4
+
+
+def test_a_prompt_that_fills_the_pool_is_let_in():
+    whole = Request(0, (STEMS[0] + STEMS[1])[:39], 40)  # ten pages of ten
+    driver = Driver(TIGHT)
+    driver.run([whole])
+    assert_right(driver, [whole])
+
+
+def test_two_that_fit_one_by_one_are_not_let_in_together():
+    """The runner leaves three of ten pages and may need one of them; both others need two."""
+    runner = Request(0, STEMS[0], 30)
+    others = [Request(i, STEMS[1][i : i + 5], 7) for i in (1, 2)]
+    driver = Driver(TIGHT, rounds=1)
+    driver.dispatch([runner])
+    for _ in range(3):
+        driver.dispatch()
+    assert len(driver.outputs[0]) == 2
+    driver.run(others)
+    assert_right(driver, [runner, *others])
+    assert totals(driver.state)["preemptions"] == 0
+    assert driver.token_rounds[1][0] == 4  # at once
+    assert driver.token_rounds[1][-1] < driver.token_rounds[2][0]
+
+
+def test_the_static_policy_lets_nobody_in_while_anyone_runs():
+    (config,) = (c for c in CONFIGS if c.policy == "static")
+    requests = [Request(i, STEMS[i % 2][: 3 + i], 8 + 4 * i) for i in range(5)]
+    driver = Driver(config, rounds=1)
+    driver.run(requests)
+    assert_right(driver, requests)
+    first, last = ([driver.token_rounds[i][at] for i in range(5)] for at in (0, -1))
+    assert first[2] > max(last[:2])
+    assert first[4] > max(last[2:4])
+    assert last[0] < last[1]  # its row was free meanwhile
