@@ -102,6 +102,7 @@ def check_invariants(config, state, live_uids: set[int], may_hold: bool = False)
     counts = np.bincount([p for pages in held for p in pages], minlength=P)
     np.testing.assert_array_equal(pool.refcount_P, counts)
     assert counts[0] == 0, "the trash page is held"
+    assert 0 <= pool.head < P
     queue = pool.queue_P[(pool.head + np.arange(pool.num_free)) % P].tolist()
     assert len(set(queue)) == len(queue)
     assert set(queue) == {p for p in range(1, P) if counts[p] == 0}
