@@ -56,6 +56,25 @@ def test_b54_each_part_of_the_proof_ends_the_chain(field, page, value, length):
     assert found(pool.replace(**{field: changed})) == length
 
 
+@pytest.mark.parametrize(
+    ("token", "salt", "epoch", "canonical"),
+    [(0, 0, 0, 1), (1, 0, 0, -1), (0, 1, 0, -1), (0, 0, 7, -1)],
+    ids=["alike", "content", "salt", "parent"],
+)
+def test_b54_a_page_of_equal_hash_is_another_unless_all_else_is_equal(
+    token, salt, epoch, canonical
+):
+    """A history that fills a third page as the first one was; a chain ends where it cannot tell."""
+    pool, page_N = take(published(), jnp.asarray([True]))
+    pool, canonical_BW = publish(
+        *(pool, page_N[None], TOKENS_BWC[:, :1] + token, pool.hash_P[1].reshape(1, 1)),
+        *(SALT_B + salt, ZERO_B, ZERO_B + epoch, BOTH_BW[:, :1]),
+    )
+    assert canonical_BW.tolist() == [[canonical]]
+    assert pool.published_P.nonzero()[0].tolist() == [1, 2]
+    assert found(pool) == 2
+
+
 def test_a_page_that_is_taken_begins_an_epoch():
     pool, page_N = take(published(), jnp.asarray([True, False]))
     assert (pool.epoch_P - published().epoch_P).tolist() == [
