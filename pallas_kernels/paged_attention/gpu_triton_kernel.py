@@ -33,7 +33,7 @@ from pallas_kernels.paged_attention.gpu_plan import Row, Unit
 
 LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
-PARTS = 16  # of a slot, summed at once
+PARTS = 8  # of a slot, summed at once
 
 
 @dataclass(frozen=True)
@@ -199,5 +199,5 @@ def combine(rows_ref, *refs, lanes: int, group: int):
         start = (max_, jnp.exp2(sink - max_), jnp.zeros((lanes,), jnp.float32))
         blocks = lax.div(parts + PARTS - 1, PARTS)
         _, sum_, o_H = lax.fori_loop(0, blocks, add_parts, start)
-        o_H = o_H / jnp.where(sum_ == 0, 1.0, sum_)
+        o_H = o_H * (1 / jnp.where(sum_ == 0, 1.0, sum_))
         plgpu.store(o_ref.at[t, n, h_H], o_H.astype(o_ref.dtype), mask=real_H)

@@ -18,6 +18,10 @@ FEW_QUERIES = 16  # up to here all slots are taken as decode rows
 MOST_PARTS = 128
 UNITS_PER_SM = 32  # of split slots, if all are as long as can be
 PARTS_BYTES = 64 << 20  # memory for the parts of split slots
+# Float32 is multiplied number by number, not on tensor cores: ptxas spills with larger blocks and
+# with fewer warps.
+FLOAT32_KEYS = 16
+FLOAT32_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,18 @@ def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
 
 def _block(spec: KernelSpec, sizes: Sizes, most_keys: int, budget_bytes: int) -> Sizes:
     """As many keys in flight as fit into the budget and as ptxas has registers for: it spills with
-    three blocks of 8-bit keys, which a thread widens before use, and two of 32 float32 keys."""
-    in_flight = (3, 2)
-    if jnp.dtype(spec.kv_dtype).itemsize == 1:
-        in_flight = (2,)
-    elif "float32" in (spec.q_dtype, spec.kv_dtype) and most_keys > 16:
-        in_flight = (1,)
+    three blocks of 8-bit keys, which a thread widens before use."""
+    in_flight = (2,) if jnp.dtype(spec.kv_dtype).itemsize == 1 else (3, 2)
     for keys in (64, 32, 16):
         for stages in in_flight:
             each = replace(sizes, keys=keys, stages=stages)
             if keys <= most_keys and shared_bytes(spec, each) <= budget_bytes:
                 return each
     return each
+
+
+def _multiplies_float32(spec: KernelSpec) -> bool:
+    return "float32" in (spec.q_dtype, spec.kv_dtype)
 
 
 def _widens_many(spec: KernelSpec, chip: Chip) -> bool:
@@ -79,13 +83,14 @@ def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
     # Hopper's tensor cores read both operands from shared memory, earlier ones from registers.
     from_registers = chip.compute_capability < (9, 0)
     narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
-    if "float32" in (spec.q_dtype, spec.kv_dtype):
-        # Products of single numbers, not of tiles.
-        rows, keys, warps = FEWEST_ROWS, 16 if lanes_of(spec) > 128 else 32, 4
+    if _multiplies_float32(spec):
+        rows, keys, warps = FEWEST_ROWS, FLOAT32_KEYS, FLOAT32_WARPS
     elif lanes_of(spec) > 128 or (narrow and _widens_many(spec, chip)):
         rows, keys, warps = 64, 32, 8
     else:
         rows, keys, warps = 128, 32 if from_registers else 64, 8
+        if from_registers and spec.kv_dtype.startswith("float8"):
+            keys = 16
     while True:
         sizes = Sizes(max(1, rows // group), rows, keys, warps=warps)
         sizes = _block(spec, sizes, keys, chip.shared_memory_bytes)
@@ -116,7 +121,7 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     programs = -(-2 * chip.cores // (spec.num_kv_heads * row_tiles))
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)
     most_keys = 32 if lanes_of(spec) > 128 else 64
-    if "float32" in (spec.q_dtype, spec.kv_dtype):
-        most_keys //= 2
+    if _multiplies_float32(spec):
+        most_keys, few = FLOAT32_KEYS, replace(few, warps=FLOAT32_WARPS)
     few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - 1024)
     return (few, _chunk(spec, chip)) if chunks else (few,)

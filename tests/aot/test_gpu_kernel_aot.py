@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 POOL_BYTES = 2 * math.prod(pages_shape(512, 16, 8, 128))
 BFLOAT16 = ("bfloat16", "bfloat16")
 WIDE = (BFLOAT16, ("float16", "float16"), ("float32", "float32"), ("bfloat16", "int8"))
-FLOAT32_SPILLS = 32  # bytes of a thread, in few cases: float32 is not tuned for
 FLOAT8 = (("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"))
 # A group of three heads, chunks, a width that is filled up, the widest heads, sinks.
 FEW = (
@@ -44,10 +43,10 @@ def ours(result):
     return [k for k in result.kernels if k.name.split("__")[0] in ("attention", "combine")]
 
 
-def check_reports(kernels, chip, at_least, most_spilled=0):
+def check_reports(kernels, chip, at_least):
     """No spills, and what a launch asks for is there: registers of a thread, shared memory."""
     assert len(kernels) >= at_least
-    assert [kernel for kernel in kernels if kernel.spill_bytes > most_spilled] == []
+    assert [kernel for kernel in kernels if kernel.spill_bytes or kernel.stack_bytes] == []
     for kernel in kernels:
         assert kernel.registers * kernel.threads <= 65_536, kernel
         assert kernel.shared_bytes <= chip_named(chip).shared_memory_bytes, kernel
@@ -68,18 +67,16 @@ def check_reports(kernels, chip, at_least, most_spilled=0):
 )
 def test_named_cases_compile_without_spills(chip, dtypes, names):
     kernels = ours(compiled("named_cases", chip, dtypes=dtypes, names=names))
-    check_reports(kernels, chip, 10, FLOAT32_SPILLS if dtypes == (WIDE[2],) else 0)
+    check_reports(kernels, chip, at_least=10)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("chip", ["a100", "l4", "h100", "h200", "b200"])
-def test_every_supported_case_compiles(chip):
-    """Each named case with each pair of dtypes that the chip takes. On an L4 chunks of float8 spill
-    8 bytes."""
+def test_every_supported_case_compiles_without_spills(chip):
+    """Each named case with each pair of dtypes that the chip takes."""
     for dtypes in WIDE if chip == "a100" else (*WIDE, *FLOAT8):
-        allowed = FLOAT32_SPILLS if dtypes == WIDE[2] else 8 if chip == "l4" else 0
         kernels = ours(compiled("named_cases", chip, dtypes=(dtypes,)))
-        check_reports(kernels, chip, 10, allowed)
+        check_reports(kernels, chip, at_least=10)
 
 
 @pytest.mark.parametrize(
