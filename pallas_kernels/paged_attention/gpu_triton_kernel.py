@@ -33,7 +33,7 @@ from pallas_kernels.paged_attention.gpu_plan import Row, Unit
 
 LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
-PARTS = 8  # of a slot, summed at once
+COMBINED = 1024  # numbers of parts of a row that are summed at once: what registers hold
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,11 @@ def combine(rows_ref, *refs, lanes: int, group: int):
 
     @pl.when(parts > 1)
     def _():
+        at_once = COMBINED // lanes
+
         def add_parts(i, carry):
             max_, sum_, o_H = carry
-            e_E = i * PARTS + jnp.arange(PARTS)
+            e_E = i * at_once + jnp.arange(at_once)
             real_E = e_E < parts
             log_E = plgpu.load(log_ref.at[unit + e_E, k, r], mask=real_E, other=-jnp.inf)
             part_EH = plgpu.load(
@@ -197,7 +199,7 @@ def combine(rows_ref, *refs, lanes: int, group: int):
         sink = sinks_ref[0][n].astype(jnp.float32) * LOG2E if sinks_ref else jnp.float32(-jnp.inf)
         max_ = jnp.maximum(sink, LOWEST)
         start = (max_, jnp.exp2(sink - max_), jnp.zeros((lanes,), jnp.float32))
-        blocks = lax.div(parts + PARTS - 1, PARTS)
+        blocks = lax.div(parts + at_once - 1, at_once)
         _, sum_, o_H = lax.fori_loop(0, blocks, add_parts, start)
         o_H = o_H * (1 / jnp.where(sum_ == 0, 1.0, sum_))
         plgpu.store(o_ref.at[t, n, h_H], o_H.astype(o_ref.dtype), mask=real_H)
