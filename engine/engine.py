@@ -7,7 +7,6 @@ Programs differ in their token budget alone: a shorter one when few prompt token
 else. Each can go on from any state, so no request mix ever needs another.
 """
 
-import operator
 import secrets
 import time
 from bisect import insort
@@ -26,6 +25,7 @@ from engine.dispatch import Choice, Dispatch, Fork, Recorder, Sent, Snapshot, Up
 from engine.identity import identity
 from engine.interrupts import interrupts_held_back
 from engine.metrics import Finished, Metrics, Steps, collect
+from engine.prompts import token_ids
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row, stop_ids_of
 from engine.schedule import Emission
@@ -108,7 +108,7 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use; give each request its own")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {params!r}")
-        prompt_ids = [operator.index(token) for token in prompt_ids]
+        prompt_ids = token_ids(prompt_ids)
         max_len = self.check(prompt_ids, params, priority=priority, salt=salt)
         stop_ids = stop_ids_of(
             params, self.eos_token_ids, self.limits.vocab_size, self.config.max_stop_ids
@@ -224,15 +224,9 @@ class Engine:
         due = len(self._in_flight) > (1 if self.overlap and self._out else 0)
         return self._collect_oldest() if due else []
 
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        """Token budgets of the programs, ascending."""
-        full = self.config.token_budget
-        return (full // 8, full // 4, full) if full >= 128 else (full,)
-
     def compile(self) -> None:
         """Compile every program now; without it each is compiled when it is first needed."""
-        for budget in self.budgets:
+        for budget in self.config.program_budgets:
             self._program(budget)
 
     def _step(self, budget: int) -> Callable:
@@ -260,7 +254,8 @@ class Engine:
         unanswered = (c for c in (*self._out.values(), *self._queue) if not c.token_ids)
         waiting = sum(len(c.prompt_ids) for c in unanswered)
         rounds = 1 if waiting else rounds  # a first token is shown as soon as it is there
-        budget = next((b for b in self.budgets if b >= waiting), self.config.token_budget)
+        budgets = self.config.program_budgets
+        budget = next((b for b in budgets if b >= waiting), budgets[-1])
         if not waiting:  # any program decodes; none is compiled for that
             budget = min(self._programs, default=budget)
         self._program(budget)  # compiling may be interrupted, what follows may not

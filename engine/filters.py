@@ -3,8 +3,8 @@
 Weights are probabilities relative to the row's best: w = exp((logit - best) / temperature), float32
 [R, V] in 0 .. 1. Tokens are ordered by (weight descending, id ascending); every filter keeps a
 prefix of that order, so what all of them keep is named by the prefix's last member: its weight and
-its id. Most rows are decided by their best `NUM_CANDIDATES` tokens, others by their best
-`MORE_CANDIDATES`; only those that are not are searched whole, a few at a time.
+its id. Most rows are decided by their best `NUM_CANDIDATES` tokens, in large vocabularies others by
+their best `MORE_CANDIDATES`; only those that are not are searched whole, a few at a time.
 
 Rule for top-p: the shortest prefix whose share of the mass left by min-p and top-k reaches p, up to
 `MASS_SLACK` (sums of float32 are no more exact); the first token always stays.
@@ -21,6 +21,7 @@ from engine.row_search import shortest_prefix, top_rows
 
 NUM_CANDIDATES = 64
 MORE_CANDIDATES = 1024  # of rows that the first ones do not decide and whose top-k is within these
+LARGE_VOCABULARY = 2**17  # from here on finding so many is cheaper than searching the whole row
 MASS_SLACK = 2.0**-20
 _GROUPS = 8  # undecided rows are looked at an eighth of the batch at a time
 
@@ -64,9 +65,11 @@ def _above(floor_R: jax.Array, vocab: int) -> Kept:
 
 def _keep(weight_RV: jax.Array, settings: Settings, num_candidates: int) -> Kept:
     kept, decided_R = keep_by_candidates(weight_RV, settings, num_candidates)
-    more = min(MORE_CANDIDATES, weight_RV.shape[-1])
-    limited_R = (settings.top_k_R > 0) & (settings.top_k_R <= more)
     search = partial(_search, weight_RV, settings)
+    if weight_RV.shape[-1] < LARGE_VOCABULARY:
+        return search(kept, ~decided_R, keep_by_whole_rows)
+    more = MORE_CANDIDATES
+    limited_R = (settings.top_k_R > 0) & (settings.top_k_R <= more)
     kept = search(kept, ~decided_R & limited_R, lambda w, s: keep_by_candidates(w, s, more)[0])
     return search(kept, ~decided_R & ~limited_R, keep_by_whole_rows)
 

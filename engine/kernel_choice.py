@@ -5,6 +5,8 @@ network, the engine's sizes, the chip. Out: the chip or None, and why None. Inva
 returned takes every attention call of every program of the engine.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -33,7 +35,7 @@ def kernel_chip(
     """
     if impl in PLAIN or (impl == "auto" and chip is None):
         return None, None
-    for spec in calls(network, config, dtype, chip, parts):
+    for spec in calls(network, config, config.program_budgets, dtype, chip, parts):
         if choose(spec, chip, impl) in PLAIN:
             reasons = refusals(spec, chip)
             return None, "; ".join(f"{n}: {r}" for n, r in reasons.items() if n not in PLAIN)
@@ -41,11 +43,16 @@ def kernel_chip(
 
 
 def calls(
-    network: ModelConfig, config: EngineConfig, dtype: jnp.dtype, chip: Chip | None, parts: int = 1
+    network: ModelConfig,
+    config: EngineConfig,
+    budgets: Sequence[int],
+    dtype: jnp.dtype,
+    chip: Chip | None,
+    parts: int = 1,
 ) -> list[KernelSpec]:
-    """The different attention calls of one device, of the narrow and of the widest pass."""
-    rows, budget = config.max_num_seqs, config.token_budget
-    passes = [(rows, 1), (budget, budget)]
+    """The different attention calls of one device in the programs of these token budgets: of the
+    narrow pass and of each wide one."""
+    passes = [(config.max_num_seqs, 1), *((budget, budget) for budget in budgets)]
     found = [
         _call(layer.mixer, config, dtype, chip, parts, num_tokens, max_q_len)
         for layer in network.layers

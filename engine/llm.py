@@ -58,14 +58,16 @@ class LLM:
         config: ModelConfig,
         params: ModelParams,
         tokenizer: Tokenizer | None = None,
+        *,
+        name: str | None = None,
         **engine_args: Any,
     ) -> "LLM":
-        """An engine for parameters that are in memory.
+        """An engine for parameters that are in memory; records call them `name`.
 
         Without a tokenizer prompts are token ids and outputs have no text.
         """
         self = cls.__new__(cls)
-        self._setup(config, params, tokenizer, EngineArgs(**engine_args), config.family)
+        self._setup(config, params, tokenizer, EngineArgs(**engine_args), name or config.family)
         return self
 
     def _setup(

@@ -132,6 +132,8 @@ def read_record(path: str | Path) -> Record:
             record.emitted.append(events)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}, is no line of a record: {error!r}") from error
+    if not record.dispatches:
+        raise ValueError(f"{path} ends before its first dispatch: there is nothing to replay")
     return record
 
 

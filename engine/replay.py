@@ -32,10 +32,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replay:
-    """`same_schedule`: each token also came in the round in which the record has it."""
+    """`num_open` requests go on where the record ends. `same_schedule`: each token also came in the
+    round in which the record has it."""
 
     num_tokens: int
     num_requests: int
+    num_open: int
     difference: Difference | None
     same_schedule: bool
 
@@ -55,6 +57,7 @@ def compare(record: Record, emitted: list[list[Event]]) -> Replay:
     choices = {c.uid: c for dispatch in record.dispatches for c in dispatch.arrivals}
     aborted = {uid for dispatch in record.dispatches for uid in dispatch.aborts}
     expected, got = _by_uid(record.emitted), _by_uid(emitted)
+    ended = aborted | {uid for events in record.emitted for _, uid, _, reason in events if reason}
     found: list[tuple[int, Difference]] = []
     for uid, choice in choices.items():
         position = _first_difference(expected[uid], got[uid], uid in aborted)
@@ -63,6 +66,7 @@ def compare(record: Record, emitted: list[list[Event]]) -> Replay:
     return Replay(
         num_tokens=sum(token != NO_TOKEN for events in record.emitted for _, _, token, _ in events),
         num_requests=len({choice.request_id for choice in choices.values()}),
+        num_open=len({c.request_id for uid, c in choices.items() if uid not in ended}),
         difference=min(found, key=lambda item: item[0])[1] if found else None,
         same_schedule=emitted == record.emitted,
     )

@@ -277,11 +277,12 @@ def _preempt_last(state: BatchState, plan: Plan) -> tuple[BatchState, Plan]:
     slots = state.slots
     num_slots, M = slots.page_table_SM.shape
     last = jnp.sum(plan.slot_R < num_slots) - 1
-    slot = plan.slot_R[last]
+    slot = plan.slot_R.at[last].get(mode="clip")
     # Last page first, so that what is reused first is what a prefix needs least.
     column_M = jnp.arange(M - 1, -1, -1)
-    page_M = slots.page_table_SM[slot].at[column_M].get(mode="clip")
-    pool = release(state.pool, page_M, column_M < slots.num_pages_S[slot])
+    page_M = slots.page_table_SM.at[slot, column_M].get(mode="clip")
+    held = slots.num_pages_S.at[slot].get(mode="clip")
+    pool = release(state.pool, page_M, column_M < held)
     slots = slots.replace(
         status_S=slots.status_S.at[slot].set(WAITING, mode="drop"),
         num_computed_S=slots.num_computed_S.at[slot].set(0, mode="drop"),

@@ -112,6 +112,13 @@ class EngineConfig:
             raise ValueError(f"unknown policy {self.policy!r}; use continuous or static")
 
     @property
+    def program_budgets(self) -> tuple[int, ...]:
+        """Token budgets of the engine's programs, ascending. A pass narrower than 32 costs a CPU as
+        much, and some kernels take such calls with fewer page sizes."""
+        full = self.token_budget
+        return (*(b for b in (full // 8, full // 4) if b >= 32), full)
+
+    @property
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
 

@@ -127,7 +127,7 @@ def kernel_calls(
     config = replace(engine_config(**sizes), token_budget=width)
     parts = num_devices if rules_for(network, num_devices).get("kv_heads") else 1
     chip, _ = kernel_chip(network, config, kv_dtype, attached, attention_impl, parts)
-    return [] if chip is None else calls(network, config, kv_dtype, chip, parts)
+    return [] if chip is None else calls(network, config, (width,), kv_dtype, chip, parts)
 
 
 def kernel_call(mesh: Mesh, *, spec: KernelSpec, attention_impl: str = "auto") -> Program:

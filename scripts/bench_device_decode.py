@@ -96,7 +96,9 @@ def bench(network: ModelConfig, llm: LLM, batch: int, copy_bytes_per_s: float, a
     few, many = args.new_tokens
     model, chip = llm.engine.model, attached_chip()
     dtype = model.dtype
-    kernels = {choose(c, model.chip) for c in calls(network, llm.engine.config, dtype, model.chip)}
+    config = llm.engine.config
+    asked = calls(network, config, config.program_budgets, dtype, model.chip)
+    kernels = {choose(call, model.chip) for call in asked}
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, network.vocab_size, (batch, args.prompt_tokens)).tolist()
     time_s(llm, prompts, few)  # warms

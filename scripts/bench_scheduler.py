@@ -87,7 +87,7 @@ def share_of_a_step(args: argparse.Namespace) -> dict:
     ]
     while not all(choice.token_ids for choice in choices):
         engine.step()
-    budget = min(engine.budgets)
+    budget = min(engine.config.program_budgets)
     idle = Dispatch(arrivals=[], aborts=[], rounds=1, budget=budget)
     engine.send(idle)  # compiled, and whatever was on its way is done
     snapshot = engine.snapshot()

@@ -85,6 +85,7 @@ def main() -> None:
         model.config,
         model.params,
         model.tokenizer,
+        name=args.model,
         max_num_seqs=min(len(prompts), MAX_BATCH),
         max_model_len=length_bucket(prompts, args.max_tokens, model.config.max_position),
         page_size=args.page_size,
@@ -92,6 +93,9 @@ def main() -> None:
         steps_per_dispatch=8,  # text comes in small pieces
         record=args.record,
     )
+    room = llm.engine.config.max_model_len - max(map(len, prompts))
+    if args.max_tokens > room:
+        print(f"note: the model's limit leaves {room} tokens of output", file=sys.stderr)
     print("preparing programs (compiled once, then kept)", file=sys.stderr)
     outputs, times = stream(llm, prompts, params, show=not args.json)
     stats = measure(llm, model, outputs, times)

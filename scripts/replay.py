@@ -45,6 +45,8 @@ def main() -> None:
     if result.difference is not None:
         print(f"different: {result.difference}")
         sys.exit(1)
+    if result.num_open:
+        print(f"note: {result.num_open} requests go on where the record ends", file=sys.stderr)
     schedule = "the same" if result.same_schedule else "another"
     print(
         f"identical: {result.num_tokens} tokens of {result.num_requests} requests in "

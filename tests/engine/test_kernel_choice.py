@@ -4,12 +4,13 @@ import jax.numpy as jnp
 import pytest
 
 from engine.engine_args import EngineArgs, engine_config
-from engine.kernel_choice import calls, kernel_chip
+from engine.kernel_choice import PLAIN, calls, kernel_chip
 from engine.platform import attached_chip
 from models.kv_cache import init_cache, page_bytes, pool_shape
 from models.model import cache_specs
 from models.presets import preset
 from pallas_kernels.chips import CHIPS, chip, chip_of_device
+from pallas_kernels.paged_attention import choose
 from pallas_kernels.paged_attention.layout import default_page_size
 
 V6E = chip("v6e")
@@ -18,7 +19,7 @@ SMOLLM2 = preset("smollm2-135m")
 
 def sizes(**changes):
     standard = {"max_num_seqs": 32, "max_model_len": 2048, "num_pages": 1025, "page_size": 64}
-    return engine_config(token_budget=256, **standard | changes)
+    return engine_config(**standard | {"token_budget": 256} | changes)
 
 
 def test_a_device_is_a_chip_only_under_its_exact_name():
@@ -41,9 +42,32 @@ def test_on_this_cpu_no_chip_is_attached_and_pages_hold_16():
 def test_a_tpu_uses_its_kernel_where_that_takes_every_call():
     for name in ("smollm2-135m", "llama-3.1-8b", "gemma-3-1b"):
         assert kernel_chip(preset(name), sizes(), jnp.bfloat16, V6E) == (V6E, None)
-    found = calls(SMOLLM2, sizes(), jnp.bfloat16, V6E)
+    found = calls(SMOLLM2, sizes(), (256,), jnp.bfloat16, V6E)
     assert len(found) == 2  # equal layers make equal calls
     assert {spec.num_pages for spec in found} == {1025}
+
+
+@pytest.mark.parametrize("token_budget", [16, 128, 256])
+def test_a_chip_that_is_chosen_takes_the_calls_of_all_programs(token_budget):
+    """Llama 3.2 1B on a v4 and Gemma 3 270M on an L4 have no kernel for passes of 16 tokens."""
+    fallbacks = set()
+    for chip_name in CHIPS:
+        for name in ("llama-3.2-1b", "gemma-3-270m", "llama-3.1-8b", "phi-3-mini-4k"):
+            config = sizes(token_budget=token_budget, page_size=16, num_pages=4097)
+            where = preset(name), config, jnp.bfloat16
+            found, reason = kernel_chip(*where, chip(chip_name))
+            if found is None:
+                fallbacks.add((chip_name, name))
+                assert reason
+                continue
+            budgets = config.program_budgets
+            assert budgets[-1] == token_budget
+            for spec in calls(preset(name), config, budgets, jnp.bfloat16, found):
+                assert choose(spec, found) not in PLAIN
+    if token_budget == 16:
+        assert {("v4", "llama-3.2-1b"), ("l4", "gemma-3-270m")} <= fallbacks
+    else:
+        assert not {("v4", "llama-3.2-1b"), ("l4", "gemma-3-270m")} & fallbacks
 
 
 def test_plain_xla_was_asked_for_or_is_the_fallback_with_its_reason():

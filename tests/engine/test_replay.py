@@ -287,7 +287,12 @@ def test_a_cut_record_is_refused_and_a_short_one_replays(recorded, tmp_path):
     (tmp_path / "short.jsonl").write_bytes(b"".join(whole[:6]))
     record = read_record(tmp_path / "short.jsonl")
     assert len(record.dispatches) == 5
-    assert replay(rule_engine(), record).difference is None
+    result = replay(rule_engine(), record)
+    assert result.difference is None
+    assert result.num_open == result.num_requests > 0
+    (tmp_path / "header.jsonl").write_bytes(whole[0])
+    with pytest.raises(ValueError, match="nothing to replay"):
+        read_record(tmp_path / "header.jsonl")
     (tmp_path / "empty.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match="is empty"):
         read_record(tmp_path / "empty.jsonl")
