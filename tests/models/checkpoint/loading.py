@@ -2,7 +2,7 @@
 
     python -m tests.models.checkpoint.loading PATH DTYPE
 
-`peak_bytes` and `left_bytes` are resident memory beyond that of the interpreter with jax imported.
+`peak_bytes` and `left_bytes` are resident memory beyond that of the interpreter with its libraries.
 """
 
 import json
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
+import orbax.checkpoint  # noqa: F401  (loading imports it when it is needed)
 import psutil
 
 from models.checkpoint.load import load_model
