@@ -66,6 +66,12 @@ SIZES = {
 MAX_TOKENS = 2**31 - 1  # tokens that running requests may hold
 
 
+def program_budgets(token_budget: int) -> tuple[int, ...]:
+    """Token budgets of the engine's programs, ascending. A pass of less than 32 tokens is hardly
+    cheaper, and some kernels take such calls with fewer page sizes."""
+    return (*(b for b in (token_budget // 8, token_budget // 4) if b >= 32), token_budget)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Static sizes and policies. `num_pages` counts the trash page.
@@ -113,10 +119,7 @@ class EngineConfig:
 
     @property
     def program_budgets(self) -> tuple[int, ...]:
-        """Token budgets of the engine's programs, ascending. A pass narrower than 32 costs a CPU as
-        much, and some kernels take such calls with fewer page sizes."""
-        full = self.token_budget
-        return (*(b for b in (full // 8, full // 4) if b >= 32), full)
+        return program_budgets(self.token_budget)
 
     @property
     def pages_per_seq(self) -> int:

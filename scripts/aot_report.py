@@ -16,6 +16,7 @@ from functools import partial
 from importlib.metadata import version
 
 from engine.cli import run
+from engine.state import program_budgets
 from engine.step_programs import kernel_calls
 from models.presets import preset
 from pallas_kernels.chips import Chip
@@ -43,10 +44,9 @@ def parse() -> argparse.Namespace:
 
 
 def widths(token_budget: int) -> dict[str, int]:
-    """The engine's programs: a narrow one when few prompt tokens wait, and the full one."""
-    if token_budget < 128:
-        return {"mixed": token_budget}
-    return {"decode": token_budget // 8, "mixed": token_budget}
+    """The narrowest of the engine's programs, for when few prompt tokens wait, and the full one."""
+    narrowest, *others = program_budgets(token_budget)
+    return {"decode": narrowest, "mixed": others[-1]} if others else {"mixed": narrowest}
 
 
 def engine_of(args: argparse.Namespace, width: int) -> dict:
