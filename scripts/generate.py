@@ -94,7 +94,7 @@ def main() -> None:
         record=args.record,
     )
     room = llm.engine.config.max_model_len - max(map(len, prompts))
-    if args.max_tokens > room:
+    if 0 < room < args.max_tokens:
         print(f"note: the model's limit leaves {room} tokens of output", file=sys.stderr)
     print("preparing programs (compiled once, then kept)", file=sys.stderr)
     outputs, times = stream(llm, prompts, params, show=not args.json)

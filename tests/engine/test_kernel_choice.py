@@ -70,6 +70,19 @@ def test_a_chip_that_is_chosen_takes_the_calls_of_all_programs(token_budget):
         assert not {("v4", "llama-3.2-1b"), ("l4", "gemma-3-270m")} & fallbacks
 
 
+def test_every_program_is_asked_for(monkeypatch):
+    asked = []
+
+    def recorded(spec, *others):
+        asked.append(spec.max_q_len)
+        return choose(spec, *others)
+
+    monkeypatch.setattr("engine.kernel_choice.choose", recorded)
+    assert sizes().program_budgets == (32, 64, 256)
+    assert kernel_chip(SMOLLM2, sizes(), jnp.bfloat16, V6E) == (V6E, None)
+    assert asked == [1, 32, 64, 256]
+
+
 def test_plain_xla_was_asked_for_or_is_the_fallback_with_its_reason():
     assert kernel_chip(SMOLLM2, sizes(), jnp.bfloat16, V6E, "xla") == (None, None)
     assert kernel_chip(SMOLLM2, sizes(), jnp.float32, None) == (None, None)
