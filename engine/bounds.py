@@ -8,10 +8,11 @@ the arrays of `engine.state` and `engine.sampling_rows`, and can run to its end.
 from collections.abc import Sequence
 from numbers import Integral
 
+from engine.config import EngineConfig
 from engine.dispatch import Choice
 from engine.sampling_params import SamplingParams, check_integer
 from engine.sampling_rows import SamplingLimits, empty_rows, fill_row
-from engine.state import NO_UID, EngineConfig
+from engine.state import NO_UID
 
 MAX_INT32 = 2**31 - 1
 

@@ -10,18 +10,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from engine.commit import Emission
+from engine.config import EngineConfig
 from engine.outputs import RequestTimes
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row
-from engine.schedule import Emission
-from engine.state import (
-    NO_UID,
-    BatchState,
-    EngineConfig,
-    Inbox,
-    empty_requests,
-    no_forks,
-)
+from engine.state import NO_UID, BatchState, Inbox, empty_requests, no_forks
 
 
 @dataclass

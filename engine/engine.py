@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.bounds import check_request
+from engine.commit import Emission
+from engine.config import EngineConfig
 from engine.dispatch import Choice, Dispatch, Fork, Recorder, Sent, Snapshot, Update, make_inbox
 from engine.identity import identity
 from engine.interrupts import interrupts_held_back
@@ -28,16 +30,7 @@ from engine.metrics import Finished, Metrics, Steps, collect
 from engine.prompts import token_ids
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row, stop_ids_of
-from engine.schedule import Emission
-from engine.state import (
-    NO_UID,
-    REASONS,
-    UID_SPAN,
-    BatchState,
-    EngineConfig,
-    init_state,
-    totals,
-)
+from engine.state import NO_UID, REASONS, UID_SPAN, BatchState, init_state, totals
 from engine.step import PromptScores, StepModel, advance
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.config import SIZES, EngineConfig
 from engine.engine import Engine
 from engine.kernel_choice import kernel_chip
 from engine.memory import check_cache_fits, spare_memory_bytes
@@ -18,7 +19,6 @@ from engine.sampling_params import (
     plain_integers,
 )
 from engine.sampling_rows import SamplingLimits
-from engine.state import SIZES, EngineConfig
 from models.config import ModelConfig
 from models.kv_cache import CacheSpecs, init_cache, num_pages_for, page_bytes
 from models.model import ModelParams, cache_specs

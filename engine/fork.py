@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.pages import release, share
-from engine.schedule import pick
+from engine.rows import pick
 from engine.state import EMPTY, NO_TOKEN, NO_UID, BatchState, Forks, Slots
 
 

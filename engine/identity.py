@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from engine.config import EngineConfig
 from engine.sampling_rows import SamplingLimits
-from engine.state import EngineConfig
 from models.params import flatten
 
 

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from engine.commit import retire
 from engine.fork import fork
-from engine.schedule import retire, when
+from engine.rows import when
 from engine.state import EMPTY, NO_UID, WAITING, BatchState, Inbox
 
 

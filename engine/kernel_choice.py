@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from engine.state import EngineConfig
+from engine.config import EngineConfig
 from models.config import AttentionSpec, ModelConfig
 from models.kv_cache import PagedKVSpec, pool_shape
 from pallas_kernels.chips import Chip

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
+from engine.config import EngineConfig
 from engine.logprobs import empty_logprobs
 from engine.platform import free_memory_bytes
 from engine.sampling_rows import SamplingLimits, empty_rows
-from engine.state import EngineConfig, empty_requests, init_state, no_forks
+from engine.state import empty_requests, init_state, no_forks
 
 
 def state_bytes(config: EngineConfig, limits: SamplingLimits) -> int:

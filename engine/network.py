@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from engine.logprobs import Logprobs, empty_logprobs, logprobs_of
+from engine.rows import ceil_div
 from engine.sampling import SamplingLimits, no_sample, real_columns, sample
-from engine.schedule import ceil_div
 from engine.step import RowView, Sampled
 from models.batch import RaggedBatch
 from models.config import ModelConfig

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from engine.rows import column
+
 _BLOCK = 256
 _TOP_BLOCK = 64
 _FEW = 64  # entries that a search sorts to end
@@ -128,7 +130,7 @@ def shortest_prefix(
     value_RJ = jnp.where(weight_RJ >= 0, value(weight_RJ), 0.0)
     reached_RJ = bounds.from_high_R[:, None] + jnp.cumsum(value_RJ, axis=-1) >= target_R[:, None]
     found_R, at_R = jnp.any(reached_RJ, axis=-1), jnp.argmax(reached_RJ, axis=-1)
-    sorted_R = _column(weight_RJ, at_R), _column(id_RJ, at_R)
+    sorted_R = column(weight_RJ, at_R), column(id_RJ, at_R)
 
     def among_equals():
         b = halve_until(0, bounds.replace(steps=jnp.int32(_GUESSING)))
@@ -153,7 +155,7 @@ def nth_true(mask_RV: jax.Array, n_R: jax.Array) -> jax.Array:
     count_RB = jnp.sum(one_RBb, axis=-1)
     upto_RB = jnp.cumsum(count_RB, axis=-1)
     block_R = _first_above(count_RB, upto_RB, n_R - 1.0)
-    before_R = _column(upto_RB - count_RB, block_R)
+    before_R = column(upto_RB - count_RB, block_R)
     one_Rb = _block(one_RBb, block_R)
     offset_R = _first_above(one_Rb, jnp.cumsum(one_Rb, axis=-1), n_R - 1.0 - before_R)
     return block_R * one_RBb.shape[-1] + offset_R
@@ -197,7 +199,3 @@ def _blocks(x_RV: jax.Array, size: int, padding: float) -> jax.Array:
 
 def _block(x_RBb: jax.Array, block_R: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_RBb, block_R[:, None, None], axis=1, mode="clip")[:, 0]
-
-
-def _column(x_RX: jax.Array, index_R: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x_RX, index_R[:, None], axis=1, mode="clip")[:, 0]

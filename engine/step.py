@@ -15,9 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from engine.admission import admit
+from engine.commit import Emission, commit
+from engine.config import EngineConfig
 from engine.inbox import receive
-from engine.schedule import Emission, Plan, admit, allocate, commit, pick, schedule, when
-from engine.state import EMPTY, NO_TOKEN, NO_UID, BatchState, EngineConfig, Inbox, Requests
+from engine.rows import pick, when
+from engine.schedule import Plan, allocate, schedule
+from engine.state import EMPTY, NO_TOKEN, NO_UID, BatchState, Inbox, Requests
 from models.batch import RaggedBatch, ragged_batch
 
 
@@ -229,7 +233,8 @@ def make_batch(state: BatchState, plan: Plan, runs_R: jax.Array, width: int) -> 
     slots = state.slots
     num_rows = plan.slot_R.shape[0]
     q_len_R = jnp.where(runs_R, plan.q_len_R, 0)
-    if width == 1:
+    narrow = width == 1
+    if narrow:
         q_start_R, num_tokens, max_q_len = jnp.arange(num_rows, dtype=jnp.int32), num_rows, 1
     else:
         q_start_R, num_tokens, max_q_len = jnp.cumsum(q_len_R) - q_len_R, width, width

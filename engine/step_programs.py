@@ -14,13 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from engine.admission import admit
+from engine.commit import commit
+from engine.config import EngineConfig
 from engine.dispatch import Dispatch, make_inbox
 from engine.engine_args import engine_config
 from engine.kernel_choice import calls, kernel_chip
 from engine.network import NetworkModel
 from engine.sampling_rows import SamplingLimits, empty_rows
-from engine.schedule import admit, allocate, commit, schedule
-from engine.state import EngineConfig, init_state
+from engine.schedule import allocate, schedule
+from engine.state import init_state
 from engine.step import advance
 from models.config import ModelConfig
 from models.kv_cache import cache_shardings, init_cache

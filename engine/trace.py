@@ -11,20 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.admission import admit
+from engine.commit import Emission, commit
+from engine.config import EngineConfig
 from engine.dispatch import make_inbox
 from engine.inbox import receive
 from engine.recording import Event, Record, events_of
+from engine.rows import pick
 from engine.sampling_rows import empty_rows
-from engine.schedule import Emission, Plan, admit, allocate, commit, pick, schedule
-from engine.state import (
-    EMPTY,
-    NO_TOKEN,
-    REASONS,
-    RUNNING,
-    BatchState,
-    EngineConfig,
-    init_state,
-)
+from engine.schedule import Plan, allocate, schedule
+from engine.state import EMPTY, NO_TOKEN, REASONS, RUNNING, BatchState, init_state
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from functools import partial
 from importlib.metadata import version
 
 from engine.cli import run
-from engine.state import program_budgets
+from engine.config import program_budgets
 from engine.step_programs import kernel_calls
 from models.presets import preset
 from pallas_kernels.chips import Chip

@@ -23,13 +23,16 @@ import numpy as np
 from machine_facts import machine_facts
 from tqdm import tqdm
 
+from engine.admission import admit
 from engine.cli import run
+from engine.commit import commit
+from engine.config import EngineConfig
 from engine.dispatch import Dispatch, make_inbox
 from engine.llm import LLM
 from engine.platform import enable_compilation_cache, resolve_dtype
 from engine.sampling_params import SamplingParams
-from engine.schedule import admit, allocate, commit, schedule
-from engine.state import RUNNING, BatchState, EngineConfig, init_state
+from engine.schedule import allocate, schedule
+from engine.state import RUNNING, BatchState, init_state
 from engine.step import advance, make_batch, row_view
 from models.checkpoint.load import load_model
 from models.checkpoint.registry import resolve

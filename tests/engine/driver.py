@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.state import REASONS, EngineConfig, Inbox, empty_requests, init_state, no_forks, totals
+from engine.config import EngineConfig
+from engine.state import REASONS, Inbox, empty_requests, init_state, no_forks, totals
 from engine.step import advance
 from tests.engine.rule_model import POISON, RuleModel, check_invariants
 

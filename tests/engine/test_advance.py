@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import EngineConfig
 from engine.pages import release, share, take
-from engine.state import EngineConfig, init_state, totals
+from engine.state import init_state, totals
 from tests.engine.driver import VOCAB, Driver, Request
 from tests.engine.rule_model import outputs, prompt_scores
 
@@ -274,7 +275,7 @@ def test_a_scored_prompt_is_computed_whole_and_serves_others():
 
 
 def test_b54_colliding_hashes_never_serve_foreign_pages(monkeypatch):
-    import engine.schedule
+    import engine.commit
     from engine import pages
     from tests.engine import driver as driver_module
 
@@ -282,7 +283,7 @@ def test_b54_colliding_hashes_never_serve_foreign_pages(monkeypatch):
         return jnp.zeros(tokens_BWC.shape[:2], jnp.uint32)
 
     monkeypatch.setattr(pages, "page_hashes", collide)
-    monkeypatch.setattr(engine.schedule, "page_hashes", collide)
+    monkeypatch.setattr(engine.commit, "page_hashes", collide)
     driver_module.compiled_step.cache_clear()
     try:
         requests = [Request(i, STEMS[i % 2][: 9 + i], 30) for i in range(6)]

@@ -16,11 +16,12 @@ import pytest
 
 from engine import beam_search
 from engine.beam_search import BeamSearchParams
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.logprobs import NO_TOKEN, Logprobs
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import SamplingLimits
-from engine.state import EMPTY, EngineConfig
+from engine.state import EMPTY
 from engine.step import Sampled
 from tests.engine.rule_model import RuleModel, check_invariants, next_token
 from tests.engine.test_llm import PREEMPTING, fresh_llm, greedy

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from engine import memory
+from engine.config import EngineConfig
 from engine.dispatch import Dispatch, make_inbox
 from engine.engine import Engine
 from engine.engine_args import EngineArgs, network_engine
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import SamplingLimits
-from engine.state import EngineConfig
 from tests.engine.rule_model import RuleModel
 from tests.engine.test_advance import BASE
 from tests.engine.test_checkpoint import Letters

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.metrics import Steps, summary
 from engine.sampling_rows import SamplingLimits
-from engine.state import EngineConfig
 from tests.engine.rule_model import RuleModel
 from tests.engine.test_llm import PROMPTS, ROUND_BY_ROUND, ask, fresh_llm, greedy
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from engine.beam_search import BeamSearchParams
+from engine.commit import Emission
 from engine.engine import Engine
 from engine.recording import FileRecorder, Record, events_of, read_record
 from engine.replay import compare, replay
 from engine.sampling_params import SamplingParams
-from engine.schedule import Emission
 from engine.state import ERROR, NO_TOKEN, NO_UID
 from engine.trace import trace
 from tests.engine.rule_model import outputs

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.admission import admit
+from engine.commit import commit
 from engine.inbox import receive
-from engine.schedule import admit, allocate, commit, schedule
+from engine.schedule import allocate, schedule
 from engine.state import init_state, totals
 from tests.engine.driver import Request, make_inbox
 from tests.engine.test_advance import STEMS, TIGHT
