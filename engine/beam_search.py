@@ -57,7 +57,8 @@ class BeamSearchParams:
 
 @dataclass
 class BeamSearchSequence:
-    """`tokens` and `text` begin with the prompt. `finish_reason` is stop, length or error."""
+    """`tokens` and `text` begin with the prompt. `finish_reason` is stop, length or error, and then
+    `error` says why."""
 
     tokens: list[int]
     cum_logprob: float
@@ -65,6 +66,7 @@ class BeamSearchSequence:
     finish_reason: str
     stop_reason: int | None = None
     text: str | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -129,8 +131,9 @@ class Search:
             choice = self._choices[b]
             self._seen[b] = len(choice.token_ids)
             self._rows.setdefault(b, choice.extras[-1])
-        if any(choice.finish_reason == "error" for choice in self._choices):
-            self._end(self._beams, "error")
+        errors = [choice.error for choice in self._choices if choice.error]
+        if errors:
+            self._end(self._beams, "error", errors[0])
         elif self._all_here():
             self._grow()
         else:
@@ -165,8 +168,8 @@ class Search:
             ]
         )
 
-    def _end(self, beams: Sequence[Beam], reason: str) -> None:
-        self._found += [self._sequence(beam, reason) for beam in beams]
+    def _end(self, beams: Sequence[Beam], reason: str, error: str | None = None) -> None:
+        self._found += [self._sequence(beam, reason, error) for beam in beams]
         self.close()
 
     def close(self) -> None:
@@ -175,7 +178,7 @@ class Search:
                 self._engine.end(choice, "abort")
         self.done = True
 
-    def _sequence(self, beam: Beam, reason: str) -> BeamSearchSequence:
+    def _sequence(self, beam: Beam, reason: str, error: str | None = None) -> BeamSearchSequence:
         stopped = reason == "stop"
         length = len(self._prompt) + len(beam.tokens) - stopped
         kept = len(beam.tokens) - (stopped and not self._params.include_stop_str_in_output)
@@ -185,6 +188,7 @@ class Search:
             score=beam.cum_logprob / length**self._params.length_penalty,
             finish_reason=reason,
             stop_reason=beam.tokens[-1] if stopped else None,
+            error=error,
         )
 
     def sequences(self) -> list[BeamSearchSequence]:

@@ -43,6 +43,16 @@ class Choice:
     finish_reason: str | None = None
 
     @property
+    def error(self) -> str | None:
+        """Why it ended with an error, if it did. The device sends one code for all causes."""
+        if self.finish_reason != "error":
+            return None
+        cause, forbidding = "the network gave NaN or infinity", self.params.forbidding
+        if forbidding:
+            return f"{', '.join(forbidding)} left no token to choose, or {cause}"
+        return f"{cause}; check its weights, or use dtype float32"
+
+    @property
     def times(self) -> RequestTimes:
         return RequestTimes(self.arrival_s, self.started_s, self.first_token_s, self.last_token_s)
 

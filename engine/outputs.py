@@ -17,7 +17,8 @@ class CompletionOutput:
     """One choice. `finish_reason` is None while it runs, then stop, length, error or abort.
 
     `stop_reason` is the stop string or stop token id that ended it, None for an end-of-sequence
-    token. `logprobs` has one mapping from token id per token, if they were asked for.
+    token; `error` says why it ended with an error. `logprobs` has one mapping from token id per
+    token, if they were asked for.
     """
 
     index: int
@@ -27,6 +28,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)

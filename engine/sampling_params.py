@@ -93,6 +93,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def forbidding(self) -> list[str]:
+        """Names of the settings in use that can forbid tokens."""
+        names = ("allowed_token_ids", "logit_bias", "bad_words", "min_tokens")
+        return [name for name in names if getattr(self, name)]
+
     def _check_numbers(self) -> None:
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off")

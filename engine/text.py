@@ -70,10 +70,11 @@ class TextChoice:
         output, choice, text = self.output, self.choice, ""
         if self._detokenizer is not None:
             text = self._stops.add(self._detokenizer.finish()) + self._stops.finish()
-        output.finish_reason = choice.finish_reason
         if self._stops.stopped is not None:
             output.finish_reason, output.stop_reason = "stop", self._stops.stopped
-        elif choice.finish_reason == "stop":
+            return text
+        output.finish_reason, output.error = choice.finish_reason, choice.error
+        if choice.finish_reason == "stop":
             last = choice.token_ids[-1]
             output.stop_reason = last if last in (self.params.stop_token_ids or ()) else None
         return text

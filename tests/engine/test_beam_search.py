@@ -289,6 +289,8 @@ def test_b24_unsound_logits_end_their_search_alone():
     engine.check = lambda ids, *_, **__: len(ids) + 5  # -2 is how the rule model fails
     found = engine.search([bad, PROMPTS[1]], BeamSearchParams(3, 5))
     assert [s.finish_reason for s in found[0]] == ["error"]
+    assert found[0][0].error.startswith("the network gave NaN or infinity")
+    assert {s.error for s in found[1]} == {None}
     assert plain(found[1], PROMPTS[1]) == reference(PROMPTS[1], 11, 3, 5)
     assert engine.all_pages_are_free
 

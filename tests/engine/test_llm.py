@@ -235,8 +235,10 @@ def test_b24_unsound_logits_end_their_request_alone():
     llm = LLM.from_params(CONFIG, PARAMS.replace(embed_VD=embed_VD), **DEFAULTS)
     good = [p for p in PROMPTS[:4] if 50 not in p and 50 not in recomputed(tuple(p), 5)]
     outputs = llm.generate([*good, [3] * 9 + [50] + [4] * 8], greedy(5), use_tqdm=False)
-    assert outputs[-1].outputs[0].finish_reason == "error"
-    assert outputs[-1].outputs[0].token_ids == []
+    (failed,) = outputs[-1].outputs
+    assert (failed.finish_reason, failed.stop_reason, failed.token_ids) == ("error", None, [])
+    assert failed.error.startswith("the network gave NaN or infinity")
+    assert {o.outputs[0].error for o in outputs[:-1]} == {None}
     assert tokens_of(outputs[:-1]) == expected(good, 5)
     assert (
         50

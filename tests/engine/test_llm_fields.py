@@ -3,6 +3,8 @@
 The tokenizer has one token per printable character, and one special token.
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -90,6 +92,20 @@ def test_field_prompt_logprobs(llm):
         asked, *best = entries.values()
         assert asked.decoded_token == letter
         assert [entry.rank for entry in best] == ([] if asked.rank == 1 else [1])
+
+
+def test_an_error_names_the_settings_that_may_have_caused_it(llm):
+    nothing = {"allowed_token_ids": [7], "logit_bias": {7: -math.inf}}
+    failed, other = llm.generate(
+        ["abc", "abc"],
+        [SamplingParams(temperature=0, **fields) for fields in (nothing, {"min_tokens": 2})],
+        use_tqdm=False,
+    )
+    assert failed.outputs[0].finish_reason == "error"
+    assert failed.outputs[0].error == (
+        "allowed_token_ids, logit_bias left no token to choose, or the network gave NaN or infinity"
+    )
+    assert other.outputs[0].error is None
 
 
 def test_field_detokenize(llm):
