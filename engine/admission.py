@@ -50,10 +50,10 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
     fork_A, salt_A = pick(fork_S, slot_A), pick(slots.requests.salt, slot_A)
 
     hit_AM, hits_A, hash_AM = _prefix(config, state, slot_A, tokens_A)
-    hits_A = jnp.where(fork_A, 0, hits_A)
     shared_AM = slots.page_table_SM.at[pick(parent_S, slot_A)].get(mode="clip")
     table_AM = jnp.where(fork_A[:, None], shared_AM, hit_AM)
     held_A = jnp.where(fork_A, ceil_div(prompt_A, C), hits_A)
+    computed_A = jnp.where(fork_A, prompt_A - 1, hits_A * C)
     held_AM = jnp.arange(config.pages_per_seq) < held_A[:, None]
 
     # A page that is found free is used up like one that is taken; a fork copies its last page.
@@ -68,7 +68,7 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
     if config.policy == "continuous":
         left_S = jnp.where(running_S, slots.num_tokens_S - slots.num_computed_S, 0)
         ahead_A = pick(sum_before(jnp.where(left_S > 1, left_S, 0), slots), slot_A)
-        own_A = tokens_A - jnp.where(fork_A, prompt_A - 1, hits_A * C)
+        own_A = tokens_A - computed_A
         fits_A &= ahead_A + jnp.cumsum(own_A) - own_A < config.token_budget
 
     held_AM &= fits_A[:, None]
@@ -84,7 +84,7 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
 
     slots = slots.replace(
         status_S=put(slots.status_S, RUNNING),
-        num_computed_S=put(slots.num_computed_S, jnp.where(fork_A, prompt_A - 1, hits_A * C)),
+        num_computed_S=put(slots.num_computed_S, computed_A),
         page_table_SM=put(slots.page_table_SM, jnp.where(held_AM, table_AM, 0)),
         num_pages_S=put(slots.num_pages_S, held_A),
         chain_len_S=put(slots.chain_len_S, jnp.where(fork_A, DEAD_CHAIN, hits_A)),

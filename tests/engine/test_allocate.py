@@ -1,0 +1,68 @@
+"""Who waits and who is preempted in a round in which pages run short."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from engine.config import EngineConfig
+from engine.pages import take
+from engine.schedule import allocate, schedule
+from engine.state import RUNNING, WAITING, BatchState, init_state, totals
+from tests.engine.test_advance import BASE
+
+
+def decoding(computed: list[int], num_free: int) -> tuple[EngineConfig, BatchState]:
+    """Rows that have computed so many tokens and sampled one more; so many pages are free."""
+    C = BASE.page_size
+    held = [-(-n // C) for n in computed]
+    config = replace(
+        BASE,
+        max_num_seqs=len(computed),
+        num_slots=len(computed),
+        num_pages=1 + sum(held) + num_free,
+    )
+    state = init_state(config, None)
+    pool, page_N = take(state.pool, jnp.ones(sum(held), bool))
+    ends = [sum(held[: s + 1]) for s in range(len(held))]
+    table_SM = state.slots.page_table_SM
+    for s, (end, pages) in enumerate(zip(ends, held, strict=True)):
+        table_SM = table_SM.at[s, :pages].set(page_N[end - pages : end], mode="drop")
+    computed_S = jnp.asarray(computed, jnp.int32)
+    requests = state.slots.requests.replace(uid=jnp.arange(len(computed), dtype=jnp.int32))
+    slots = state.slots.replace(
+        requests=requests,
+        status_S=jnp.full_like(computed_S, RUNNING),
+        num_computed_S=computed_S,
+        num_tokens_S=computed_S + 1,
+        page_table_SM=table_SM,
+        num_pages_S=jnp.asarray(held, jnp.int32),
+    )
+    return config, state.replace(slots=slots, pool=pool)
+
+
+def test_a_row_that_needs_no_page_waits_for_nobody():
+    """Three rows are at the end of their pages; the last of five gives back one, for the first."""
+    config, state = decoding([4, 4, 4, 5, 1], num_free=0)
+    state, plan = allocate(config, state, schedule(config, state))
+    assert plan.q_len_R.tolist() == [1, 0, 0, 1, 0]
+    assert state.slots.status_S.tolist() == [RUNNING] * 4 + [WAITING]
+    assert state.slots.num_pages_S.tolist() == [2, 1, 1, 2, 0]
+    assert int(state.pool.num_free) == 0
+    assert (totals(state)["preemptions"], totals(state)["stalled_rows"]) == (1, 2)
+
+
+def test_the_only_row_is_never_preempted():
+    config, state = decoding([4], num_free=0)
+    after, plan = allocate(config, state, schedule(config, state))
+    assert plan.q_len_R.tolist() == [0]
+    assert after.slots.status_S.tolist() == [RUNNING]
+    assert after.slots.page_table_SM.tolist() == state.slots.page_table_SM.tolist()
+    assert totals(after)["preemptions"] == 0
+
+
+def test_nobody_is_preempted_while_pages_suffice():
+    config, state = decoding([4, 4, 5], num_free=2)
+    state, plan = allocate(config, state, schedule(config, state))
+    assert plan.q_len_R.tolist() == [1, 1, 1]
+    assert state.slots.num_pages_S.tolist() == [2, 2, 2]
+    assert (int(state.pool.num_free), totals(state)["preemptions"]) == (0, 0)
