@@ -10,6 +10,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.state import REASONS, Inbox, empty_requests, init_state, no_forks, totals
 from engine.step import advance
+from tests.compiling import QUICK
 from tests.engine.rule_model import POISON, RuleModel, check_invariants
 
 VOCAB = 97
@@ -32,7 +33,8 @@ class Request:
 @lru_cache
 def compiled_step(config: EngineConfig):
     model = RuleModel(VOCAB, config.page_size)
-    return jax.jit(partial(advance, config, model), donate_argnums=(1, 2))
+    step = partial(advance, config, model)
+    return jax.jit(step, donate_argnums=(1, 2), compiler_options=QUICK)
 
 
 def make_inbox(config: EngineConfig, requests, aborts, forks=()) -> Inbox:

@@ -23,6 +23,7 @@ from engine.sampling_params import SamplingParams
 from engine.sampling_rows import SamplingLimits
 from engine.state import EMPTY
 from engine.step import Sampled
+from tests.compiling import QUICK
 from tests.engine.rule_model import RuleModel, check_invariants, next_token
 from tests.engine.test_llm import PREEMPTING, fresh_llm, greedy
 from tests.engine.test_llm import PROMPTS as LLM_PROMPTS
@@ -74,6 +75,10 @@ CONFIG = EngineConfig(
 )
 UNCACHED = replace(CONFIG, enable_prefix_caching=False)
 SMALL = replace(CONFIG, num_pages=30)
+# Pages of one token, prompts of three tokens at a time, arrivals of two.
+PIECES = replace(
+    CONFIG, page_size=1, num_pages=300, token_budget=3, max_num_seqs=4, num_slots=4, inbox_size=2
+)
 
 
 class Checked(Engine):
@@ -119,7 +124,11 @@ def engine_of(vocab=RULE_VOCAB, eos=(), config=CONFIG, max_logprobs=MAX_LOGPROBS
     model = ScoredRule(RULE_VOCAB, config.page_size)
     limits = SamplingLimits(vocab_size=RULE_VOCAB, max_logprobs=max_logprobs)
     cache = model.init_cache(config.num_pages)
-    engine = Checked(config, model, jnp.int32(vocab), cache, limits, eos_token_ids=eos)
+    engine = Checked(
+        *(config, model, jnp.int32(vocab), cache, limits),
+        eos_token_ids=eos,
+        compiler_options=QUICK,
+    )
     engine._programs = _programs(config)
     return engine
 
@@ -200,8 +209,7 @@ def test_chunks_and_caching_and_waves_change_nothing():
     expected = [reference(prompt, 11, 4, 8) for prompt in PROMPTS]
     for config in (
         UNCACHED,
-        replace(CONFIG, page_size=1, num_pages=300, token_budget=3),
-        replace(CONFIG, max_num_seqs=4, num_slots=4, inbox_size=2),  # arrivals come in pieces
+        PIECES,
         SMALL,  # one search at a time
     ):
         engine = engine_of(config=config)

@@ -24,6 +24,7 @@ from engine.engine import Engine
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.sampling_rows import RowFacts, SamplingLimits
+from tests.compiling import QUICK
 from tests.engine.rule_model import RuleModel, check_invariants
 from tests.engine.test_advance import BASE, STEMS
 from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS, PROMPTS, fresh_llm
@@ -43,7 +44,8 @@ def rule_engine(**settings) -> Engine:
     config = replace(RULE_CONFIG, **settings)
     model = RuleModel(RULE_VOCAB, config.page_size)
     limits = SamplingLimits(vocab_size=RULE_VOCAB)
-    engine = Engine(config, model, None, model.init_cache(config.num_pages), limits, rounds=3)
+    cache = model.init_cache(config.num_pages)
+    engine = Engine(config, model, None, cache, limits, rounds=3, compiler_options=QUICK)
     engine._programs = programs(**settings)
     return engine
 

@@ -1,7 +1,5 @@
 """Forks between dispatches, over the rule model; the driver checks the state's invariants."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +8,14 @@ from engine.fork import fork
 from engine.state import NO_TOKEN, Forks, totals
 from tests.engine.driver import VOCAB, Driver, Request
 from tests.engine.rule_model import check_invariants, next_token
-from tests.engine.test_advance import BASE, STEMS
+from tests.engine.test_advance import ROOMY, STEMS
 
-CONFIG = replace(BASE, num_pages=40)
 LENGTH = 9  # tokens known after the prompt of 7: two full pages and a token of a third one
 
 
 def started(uids=(0, 1, 2)) -> tuple[Driver, dict[int, list[int]]]:
     """Requests of different prompts, and what each knows, all but its last token computed."""
-    driver = Driver(CONFIG, rounds=1, may_hold=True)
+    driver = Driver(ROOMY, rounds=1, may_hold=True)
     requests = [Request(uid, STEMS[uid % 2][uid : uid + 7], 30) for uid in uids]
     driver.dispatch(requests)
     while any(len(driver.outputs[uid]) < 3 for uid in uids):
@@ -87,4 +84,4 @@ def test_unknown_requests_change_nothing():
     after = fork(driver.state, Forks(*jnp.asarray(entries).T))
     jax.tree.map(np.testing.assert_array_equal, driver.state.slots, after.slots)
     np.testing.assert_array_equal(driver.state.pool.refcount_P, after.pool.refcount_P)
-    check_invariants(CONFIG, after, driver.live, may_hold=True)
+    check_invariants(ROOMY, after, driver.live, may_hold=True)

@@ -75,7 +75,8 @@ DEFAULTS = {
 PREEMPTING = {"num_pages": 13, "max_num_seqs": 4}
 UNCACHED = {"enable_prefix_caching": False}
 ROUND_BY_ROUND = {"steps_per_dispatch": 1, "num_pages": 20}
-ONE_ROW = {"max_num_seqs": 1}
+ONE_ROW = {"max_num_seqs": 1, "max_model_len": 32}
+TOKEN_BY_TOKEN = {"max_num_batched_tokens": 1, "scheduling_policy": "static"}
 THREE_PROGRAMS = {"max_num_batched_tokens": 256, "num_pages": 40, "max_num_seqs": 6}
 
 
@@ -124,9 +125,8 @@ def test_b12_a_seeded_request_does_not_feel_an_unseeded_one():
     [
         ROUND_BY_ROUND,
         {"overlap": False},
-        {"max_num_batched_tokens": 5},
+        TOKEN_BY_TOKEN,
         UNCACHED,
-        {"scheduling_policy": "static"},
         PREEMPTING,
     ],
     ids=str,
@@ -192,19 +192,19 @@ def test_end_of_sequence_stops_its_row_only():
     assert stopped[0].outputs[0].stop_reason == own
 
 
-@pytest.mark.parametrize(("length", "got"), [(14, 2), (15, 1)])
+@pytest.mark.parametrize(("length", "got"), [(30, 2), (31, 1)])
 def test_b41_prompt_near_the_length_limit(length, got):
     prompt = (PROMPTS[6] * 2)[:length]
-    outputs = shared_llm(max_model_len=16).generate([prompt], greedy(10), use_tqdm=False)
+    outputs = shared_llm(**ONE_ROW).generate([prompt], greedy(10), use_tqdm=False)
     assert tokens_of(outputs) == expected([prompt], got)
     assert outputs[0].outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("length", [16, 17])
+@pytest.mark.parametrize("length", [32, 33])
 def test_b41_prompt_at_the_length_limit_is_refused_unless_truncated(length):
-    llm = shared_llm(max_model_len=16)
+    llm = shared_llm(**ONE_ROW)
     prompt = (PROMPTS[6] * 2)[:length]
-    with pytest.raises(ValueError, match=rf"has {length} tokens.*max_model_len 16"):
+    with pytest.raises(ValueError, match=rf"has {length} tokens.*max_model_len 32"):
         llm.generate([prompt], greedy(10), use_tqdm=False)
     assert len(ask(llm, [prompt], greedy(10, truncate_prompt_tokens=-1))[0]) == 1
     assert ask(llm, [prompt], greedy(3, truncate_prompt_tokens=4)) == expected([prompt[-4:]], 3)

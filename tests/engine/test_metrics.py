@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.metrics import Steps, summary
 from engine.sampling_rows import SamplingLimits
+from tests.compiling import QUICK
 from tests.engine.rule_model import RuleModel
 from tests.engine.test_llm import PROMPTS, ROUND_BY_ROUND, ask, fresh_llm, greedy
 
@@ -38,7 +39,11 @@ def rule_engine(clock, *, overlap=True, rounds=2, **settings) -> Engine:
     cache = model.init_cache(config.num_pages)
     limits = SamplingLimits(vocab_size=RULE_VOCAB)
     return Engine(
-        config, model, jnp.zeros(()), cache, limits, rounds=rounds, overlap=overlap, clock=clock
+        *(config, model, jnp.zeros(()), cache, limits),
+        rounds=rounds,
+        overlap=overlap,
+        clock=clock,
+        compiler_options=QUICK,
     )
 
 

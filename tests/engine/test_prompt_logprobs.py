@@ -17,6 +17,7 @@ from tests.engine.test_llm import (
     PARAMS,
     PREEMPTING,
     PROMPTS,
+    TOKEN_BY_TOKEN,
     expected,
     fresh_llm,
     shared_llm,
@@ -123,7 +124,7 @@ def test_b46_preemption_neither_loses_nor_repeats_any():
 
 
 def test_a_budget_of_one_token_changes_nothing():
-    llm = fresh_llm(max_num_batched_tokens=1, overlap=False)
+    llm = fresh_llm(**TOKEN_BY_TOKEN, overlap=False)
     for output, prompt in zip(ask(llm, PROMPTS[:6], 1), PROMPTS[:6], strict=True):
         assert_right(output, prompt, 1)
 

@@ -5,8 +5,8 @@ them, so that some are preempted. Each token is compared, exactly, with the one 
 forward pass over the request's whole sequence, which knows no schedule, chunk, prefix hit or
 preemption: if all are equal, so is what the request yields alone. Some are also run alone.
 
-The whole model runs under one set of settings. Six sets, in which any two values of two settings
-meet, run on its first layers alone: a network of real weights that compiles in half the time.
+Of six sets of settings, in which any two values of two settings meet, one runs on the whole model
+and five on its first layers alone: a network of real weights that compiles in half the time.
 """
 
 from dataclasses import replace
@@ -130,7 +130,7 @@ def test_b46_b50_real_model_mixed_batch_equals_recomputation_and_each_alone():
     assert_each_request_gets_its_own_tokens(ALL_LAYERS, RUNS[0])
 
 
-@pytest.mark.parametrize("settings", RUNS, ids=lambda run: "-".join(map(str, run.values())))
+@pytest.mark.parametrize("settings", RUNS[1:], ids=lambda run: "-".join(map(str, run.values())))
 def test_b46_b50_every_pair_of_settings_equals_recomputation_and_each_alone(settings):
     assert_each_request_gets_its_own_tokens(FIRST_LAYERS, settings)
 

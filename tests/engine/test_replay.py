@@ -16,6 +16,7 @@ from engine.replay import compare, replay
 from engine.sampling_params import SamplingParams
 from engine.state import ERROR, NO_TOKEN, NO_UID
 from engine.trace import trace
+from tests.compiling import QUICK
 from tests.engine.rule_model import outputs
 from tests.engine.test_checkpoint import (
     RULE_VOCAB,
@@ -35,7 +36,10 @@ def recorded_rule_engine(path: Path, **settings) -> Engine:
     recorder = FileRecorder(path, {"model": "rule"})
     cache = plain.snapshot().cache
     engine = Engine(
-        plain.config, plain.model, None, cache, plain.limits, rounds=3, recorder=recorder
+        *(plain.config, plain.model, None, cache, plain.limits),
+        rounds=3,
+        compiler_options=QUICK,
+        recorder=recorder,
     )
     engine._programs = programs(**settings)
     return engine
@@ -180,9 +184,10 @@ def test_the_trace_is_the_recorded_run(recorded):
 
 def test_a_record_of_another_schedule_has_no_trace(recorded, tmp_path):
     lines = recorded[0].read_text().splitlines()
-    header = json.loads(lines[0])
-    header["identity"]["engine"]["num_pages"] += 20
-    (tmp_path / "other.jsonl").write_text("\n".join([json.dumps(header), *lines[1:]]))
+    first = json.loads(lines[1])
+    first["arrivals"][0]["priority"] += 9
+    lines[1] = json.dumps(first)
+    (tmp_path / "other.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match="other rounds than this scheduler makes"):
         trace(read_record(tmp_path / "other.jsonl"))
 

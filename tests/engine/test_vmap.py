@@ -1,5 +1,7 @@
 """The scheduler's functions under `vmap`: many engines side by side are each what it is alone."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from engine.commit import commit
 from engine.inbox import receive
 from engine.schedule import allocate, schedule
 from engine.state import init_state, totals
+from tests.compiling import QUICK
 from tests.engine.driver import Request, make_inbox
 from tests.engine.test_advance import STEMS, TIGHT
 
@@ -41,12 +44,14 @@ def test_engines_side_by_side_are_each_as_alone():
         for requests, aborts in ENGINES
     ]
     states = [init_state(TIGHT, None) for _ in ENGINES]
-    alone = [jax.jit(serve)(*pair, state) for pair, state in zip(inputs, states, strict=True)]
+    compiled = partial(jax.jit, compiler_options=QUICK)
+    one = compiled(serve)
+    alone = [one(*pair, state) for pair, state in zip(inputs, states, strict=True)]
     stacked = (
         jax.tree.map(lambda *x: jnp.stack(x), *inputs),
         jax.tree.map(lambda *x: jnp.stack(x), *states),
     )
-    together = jax.jit(jax.vmap(lambda pair, state: serve(*pair, state)))(*stacked)
+    together = compiled(jax.vmap(lambda pair, state: serve(*pair, state)))(*stacked)
     assert totals(alone[2][0])["preemptions"] > 0
     for e, wanted in enumerate(alone):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[e], y), together, wanted)  # noqa: B023
