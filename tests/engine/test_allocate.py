@@ -41,14 +41,20 @@ def decoding(computed: list[int], num_free: int) -> tuple[EngineConfig, BatchSta
 
 
 def test_a_row_that_needs_no_page_waits_for_nobody():
-    """Three rows are at the end of their pages; the last of five gives back one, for the first."""
-    config, state = decoding([4, 4, 4, 5, 1], num_free=0)
+    """Three rows are at the end of their pages, the fourth is not; the fifth gives its two back,
+    the last one first, which are too few."""
+    config, state = decoding([4, 4, 4, 5, 5], num_free=0)
+    *_, (last, end) = state.slots.page_table_SM[:, :2].tolist()
     state, plan = allocate(config, state, schedule(config, state))
-    assert plan.q_len_R.tolist() == [1, 0, 0, 1, 0]
+    assert plan.q_len_R.tolist() == [1, 1, 0, 1, 0]
+    assert plan.slot_R.tolist() == [0, 1, 2, 3, config.num_slots]
+    assert plan.decode_R.tolist() == [True, True, True, True, False]
     assert state.slots.status_S.tolist() == [RUNNING] * 4 + [WAITING]
-    assert state.slots.num_pages_S.tolist() == [2, 1, 1, 2, 0]
+    assert state.slots.num_pages_S.tolist() == [2, 2, 1, 2, 0]
+    assert state.slots.page_table_SM[:2, 1].tolist() == [end, last]
+    assert not state.slots.page_table_SM[4].any()
     assert int(state.pool.num_free) == 0
-    assert (totals(state)["preemptions"], totals(state)["stalled_rows"]) == (1, 2)
+    assert (totals(state)["preemptions"], totals(state)["stalled_rows"]) == (1, 1)
 
 
 def test_the_only_row_is_never_preempted():
