@@ -40,7 +40,7 @@ def check_request(
     if length + 1 > config.max_model_len:
         raise ValueError(
             f"the prompt has {length} tokens; with one to generate that exceeds max_model_len "
-            f"{config.max_model_len}; shorten it or raise max_model_len"
+            f"{config.max_model_len}; shorten it, or allow more if the model takes more"
         )
     max_tokens = params.max_tokens or config.max_model_len
     max_len = min(length + max_tokens, config.max_model_len)

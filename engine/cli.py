@@ -12,10 +12,27 @@ import jax.numpy as jnp
 
 from engine.platform import enable_compilation_cache, resolve_dtype
 from engine.tokenizer import Tokenizer, load_tokenizer
-from models.checkpoint.load import load_model
+from models.checkpoint.load import load_model, read_config
 from models.checkpoint.registry import resolve
 from models.config import ModelConfig
 from models.model import ModelParams
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model before its weights are read: what requests and sizes can be checked against."""
+
+    path: Path
+    dtype: jnp.dtype
+    config: ModelConfig
+    tokenizer: Tokenizer
+    found_s: float
+
+    def load(self) -> "LoadedModel":
+        start = time.perf_counter()
+        config, params = load_model(self.path, self.dtype)
+        load_s = self.found_s + time.perf_counter() - start
+        return LoadedModel(config, params, self.tokenizer, load_s)
 
 
 @dataclass(frozen=True)
@@ -44,13 +61,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_model(args: argparse.Namespace) -> LoadedModel:
+def find_model(args: argparse.Namespace) -> FoundModel:
     start = time.perf_counter()
+    dtype = resolve_dtype(args.dtype)
     if not args.no_compilation_cache:
         enable_compilation_cache()
     path = resolve(args.model)
-    config, params = load_model(path, resolve_dtype(args.dtype))
-    return LoadedModel(config, params, load_tokenizer(path), time.perf_counter() - start)
+    config, tokenizer = read_config(path), load_tokenizer(path)
+    return FoundModel(path, dtype, config, tokenizer, time.perf_counter() - start)
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[str], lines: bool) -> list[str]:

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.sampling_params import check_flag, check_size
+from engine.sampling_params import check_flag, check_one_of, check_size
 
 # (least, most) of each size: sums of them stay within 32 bits on the device. Page 0 is trash.
 SIZES = {
     "max_num_seqs": (1, 2**16),
     "num_slots": (1, 2**17),
-    "max_model_len": (1, 2**28),
+    "max_model_len": (2, 2**28),  # a prompt token and one to generate
     "num_pages": (2, 2**29),
     "page_size": (1, 2**20),
     "token_budget": (1, 2**24),
@@ -19,6 +19,7 @@ SIZES = {
     "max_stop_ids": (0, 2**10),
     "admissions_per_round": (1, 2**16),
 }
+POLICIES = ("continuous", "static")
 MAX_TOKENS = 2**31 - 1  # tokens that running requests may hold
 
 
@@ -70,8 +71,7 @@ class EngineConfig:
                 f"inbox_tokens {self.inbox_tokens} must hold a prompt of max_model_len "
                 f"{self.max_model_len}"
             )
-        if self.policy not in ("continuous", "static"):
-            raise ValueError(f"unknown policy {self.policy!r}; use continuous or static")
+        check_one_of("policy", self.policy, POLICIES)
 
     @property
     def program_budgets(self) -> tuple[int, ...]:

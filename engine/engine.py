@@ -28,7 +28,7 @@ from engine.identity import identity
 from engine.interrupts import interrupts_held_back
 from engine.metrics import Finished, Metrics, Steps, collect
 from engine.prompts import token_ids
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, check_integer
 from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row, stop_ids_of
 from engine.state import NO_UID, REASONS, UID_SPAN, BatchState, init_state, totals
 from engine.step import PromptScores, StepModel, advance
@@ -57,8 +57,7 @@ class Engine:
         recorder: Recorder | None = None,
         seed: int | None = None,
     ):
-        if not 1 <= rounds <= config.max_rounds:
-            raise ValueError(f"rounds must be in 1 .. {config.max_rounds}, got {rounds}")
+        check_integer("rounds", rounds, 1, config.max_rounds, "max_rounds is the engine's most")
         self.config, self.limits, self.rounds, self.overlap = config, limits, rounds, overlap
         self.eos_token_ids = tuple(eos_token_ids)
         self.model, self._params, self._cache = model, params, cache

@@ -5,20 +5,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import SIZES, EngineConfig
+from engine.config import POLICIES, SIZES, EngineConfig
 from engine.engine import Engine
 from engine.kernel_choice import kernel_chip
 from engine.memory import check_cache_fits, spare_memory_bytes
 from engine.network import NetworkModel
 from engine.platform import attached_chip, min_matmul_rows
+from engine.recording import check_record_path
 from engine.sampling_params import (
     check_flag,
     check_integer,
     check_number,
+    check_one_of,
     check_size,
     plain_integers,
 )
-from engine.sampling_rows import SamplingLimits
+from engine.sampling_rows import CAPACITIES, SamplingLimits
 from models.config import ModelConfig
 from models.kv_cache import CacheSpecs, init_cache, num_pages_for, page_bytes
 from models.model import ModelParams, cache_specs
@@ -82,32 +84,34 @@ class EngineArgs:
         for name, size in SIZE_OF.items():
             if getattr(self, name) is not None or name not in OPTIONAL:
                 check_size(name, getattr(self, name), *SIZES[size])
+        for name, bounds in CAPACITIES.items():
+            check_size(name, getattr(self, name), *bounds)
         if self.num_pages is not None:  # their upper bound is the device's memory
             check_integer("num_pages", self.num_pages, 2, None, "page 0 is trash")
         if self.seed is not None:
-            check_integer("seed", self.seed, 0, 2**64 - 1, "None draws one")
+            check_integer("seed", self.seed, 0, 2**64 - 1, "any of these will do")
         plain_integers(self)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_flag("overlap", self.overlap)
         fraction, fix = self.gpu_memory_utilization, "it is a fraction of the free memory"
         check_number("gpu_memory_utilization", fraction, 0.0, 1.0, fix, exclusive_low=True)
-        if self.record is not None and not isinstance(self.record, str | Path):
-            raise TypeError(f"record must be a path, got {self.record!r}")
-        if self.attention_impl not in ("auto", *IMPLEMENTATIONS):
-            raise ValueError(
-                f"unknown attention_impl {self.attention_impl!r}; use auto, "
-                f"{' or '.join(IMPLEMENTATIONS)}"
-            )
+        check_one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        check_one_of("attention_impl", self.attention_impl, ("auto", *IMPLEMENTATIONS))
+        if self.record is not None:
+            check_record_path(self.record)
 
     def engine_config(self, network: ModelConfig, dtype: Any) -> EngineConfig:
-        """The engine's sizes for a network whose cache is of `dtype`, on the attached device."""
+        """The engine's sizes for a network whose cache is of `dtype`, on the attached device.
+
+        What is refused here can be asked before the network's weights are there, and is by `LLM`.
+        """
         max_model_len = self.max_model_len
         if max_model_len is None:
             max_model_len = min(network.max_position, 4096)
-        if not 1 <= max_model_len <= network.max_position:
+        if max_model_len > network.max_position:
             raise ValueError(
-                f"max_model_len must be in 1 .. {network.max_position} (the model's limit), got "
-                f"{max_model_len}"
+                f"max_model_len must be at most {network.max_position} (the model's limit), got "
+                f"{max_model_len}; choose less"
             )
         chip = attached_chip()
         page_size = self.page_size or default_page_size(chip)
@@ -124,7 +128,9 @@ class EngineArgs:
         )
         spare_bytes = spare_memory_bytes(config, self.sampling_limits(network))
         pages = _num_pages(self, config, cache_specs(network), dtype, chip, spare_bytes)
-        return replace(config, num_pages=pages)
+        config = replace(config, num_pages=pages)
+        kernel_chip(network, config, dtype, chip, self.attention_impl)
+        return config
 
     def sampling_limits(self, network: ModelConfig) -> SamplingLimits:
         return SamplingLimits(

@@ -15,11 +15,11 @@ from engine.outputs import RequestOutput
 from engine.platform import enable_compilation_cache, resolve_dtype
 from engine.prompts import Prompt, as_list, conversation, token_ids
 from engine.recording import FileRecorder
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, check_flag, check_kind
 from engine.sampling_rows import bad_word_ids_of
 from engine.text import RequestText
 from engine.tokenizer import Tokenizer, load_tokenizer
-from models.checkpoint.load import load_model
+from models.checkpoint.load import load_model, read_config
 from models.checkpoint.registry import resolve
 from models.config import ModelConfig
 from models.model import ModelParams
@@ -43,14 +43,17 @@ class LLM:
         **engine_args: Any,
     ):
         args = EngineArgs(**engine_args)
-        if not isinstance(model, str | Path):
-            raise TypeError(f"model must be a name or a path, got {model!r}")
+        check_kind("model", model, str | Path, "a name or a path")
+        check_kind("tokenizer", tokenizer, str | Path | None, "a name or a path")
+        check_flag("compilation_cache", compilation_cache)
+        weights_dtype = resolve_dtype(dtype)
         if compilation_cache:
             enable_compilation_cache()
         path = resolve(model)
-        config, params = load_model(path, resolve_dtype(dtype))
-        loaded = load_tokenizer(resolve(tokenizer) if tokenizer else path)
-        self._setup(config, params, loaded, args, model)
+        loaded = load_tokenizer(path if tokenizer is None else resolve(tokenizer))
+        args.engine_config(read_config(path), weights_dtype)  # what is refused is refused here
+        config, params = load_model(path, weights_dtype)
+        self._setup(config, params, loaded, args, str(model))
 
     @classmethod
     def from_params(
@@ -66,6 +69,9 @@ class LLM:
 
         Without a tokenizer prompts are token ids and outputs have no text.
         """
+        check_kind("config", config, ModelConfig, "a ModelConfig")
+        check_kind("params", params, ModelParams, "ModelParams")
+        check_kind("name", name, str | None, "a string")
         self = cls.__new__(cls)
         self._setup(config, params, tokenizer, EngineArgs(**engine_args), name or config.family)
         return self

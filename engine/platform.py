@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from engine.sampling_params import check_one_of
 from pallas_kernels.chips import Chip, chip_of_device
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -16,10 +17,9 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 def resolve_dtype(name: str) -> jnp.dtype:
     """`auto`: bfloat16 on TPU and GPU and on CPUs that multiply it natively, else float32."""
+    check_one_of("dtype", name, ("auto", *_DTYPES))
     if name == "auto":
         name = "bfloat16" if _multiplies_bfloat16() else "float32"
-    if name not in _DTYPES:
-        raise ValueError(f"unknown dtype {name!r}; use one of auto, {', '.join(_DTYPES)}")
     return jnp.dtype(_DTYPES[name])
 
 

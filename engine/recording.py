@@ -23,13 +23,26 @@ from engine.choice_json import decode_request, dumps, encode_request
 from engine.commit import Emission
 from engine.config import EngineConfig
 from engine.dispatch import Dispatch, Fork
-from engine.sampling_params import check_integer
+from engine.sampling_params import check_integer, check_kind
 from engine.sampling_rows import SamplingLimits
 from engine.state import NO_TOKEN, NO_UID, REASONS
 
 FORMAT = 1
 
 Event = tuple[int, int, int, int]  # round of the dispatch, uid, token or NO_TOKEN, reason
+
+
+def check_record_path(path: str | Path) -> None:
+    """Refuses what no record can be written to, and leaves it as it was."""
+    check_kind("record", path, str | Path, "a path")
+    try:
+        existed = Path(path).exists()
+        Path(path).open("a").close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"record {path} cannot be written: {reason}; name another file") from error
+    if not existed:
+        Path(path).unlink()
 
 
 class FileRecorder:

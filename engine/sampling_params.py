@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from types import UnionType
 
 MAX_CHOICES = 1024
 MAX_TEMPERATURE = 100.0
@@ -109,11 +110,11 @@ class SamplingParams:
         check_integer("top_k", self.top_k, -1, None, "0 or -1 is off")
         check_integer("n", self.n, 1, MAX_CHOICES, "send several requests for more")
         if self.seed is not None:
-            check_integer("seed", self.seed, 0, 2**64 - 1, "None draws one")
+            check_integer("seed", self.seed, 0, 2**64 - 1, "any of these will do")
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, None, "None generates as many as fit")
+            check_integer("max_tokens", self.max_tokens, 1, None, "ask for one at least")
         check_integer("min_tokens", self.min_tokens, 0, None, "0 is off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -124,9 +125,10 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, None, "None is off")
         if self.truncate_prompt_tokens is not None:
-            low = -1 if self.truncate_prompt_tokens == -1 else 1
             fix = "-1 keeps what the model takes, None is off"
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, low, None, fix)
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None, fix)
+            if self.truncate_prompt_tokens == 0:
+                raise ValueError(f"truncate_prompt_tokens must not be 0; {fix}")
 
     def _check_flags(self) -> None:
         for name in (
@@ -147,6 +149,16 @@ class SamplingParams:
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_kind(name: str, value: object, kind: type | UnionType, what: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {what}, got {value!r:.80}")
+
+
+def check_one_of(name: str, value: object, options: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in options:
+        raise ValueError(f"unknown {name} {value!r}; use {' or '.join(options)}")
 
 
 def check_integer(name: str, value: object, low: int, high: int | None, fix: str) -> None:

@@ -18,6 +18,14 @@ NO_ID = -1  # fills lists of token ids
 NO_LOGPROBS = -1
 MAX_LISTED = 2**20  # capacities beyond it exceed any vocabulary
 
+CAPACITIES = {  # (least, most) of each
+    "max_logprobs": (0, MAX_LISTED),
+    "max_logit_bias": (0, MAX_LISTED),
+    "max_allowed_ids": (0, MAX_LISTED),
+    "max_bad_words": (0, 1024),
+    "max_bad_word_len": (1, 1024),
+}
+
 
 @dataclass(frozen=True)
 class SamplingLimits:
@@ -31,14 +39,8 @@ class SamplingLimits:
     max_bad_word_len: int = 8
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("vocab_size", 1, MAX_TOKEN_ID),
-            ("max_logprobs", 0, MAX_LISTED),
-            ("max_logit_bias", 0, MAX_LISTED),
-            ("max_allowed_ids", 0, MAX_LISTED),
-            ("max_bad_words", 0, 1024),
-            ("max_bad_word_len", 1, 1024),
-        ):
+        check_size("vocab_size", self.vocab_size, 1, MAX_TOKEN_ID)
+        for name, (low, high) in CAPACITIES.items():
             check_size(name, getattr(self, name), low, high)
 
 
@@ -190,6 +192,8 @@ def _check_count(name: str, count: int, capacity: int, setting: str) -> None:
 
 
 def _check_bad_words(words: Sequence[Sequence[int]], limits: SamplingLimits) -> None:
+    if isinstance(words, str | bytes) or not isinstance(words, Sequence):
+        raise TypeError(f"bad_word_ids must be a list of lists of token ids, got {words!r:.80}")
     _check_count("bad_words (spellings)", len(words), limits.max_bad_words, "max_bad_words")
     for word in words:
         if isinstance(word, str | bytes) or not isinstance(word, Sequence):

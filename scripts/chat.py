@@ -6,9 +6,13 @@ Each turn feeds only what is new: the cache keeps the conversation so far.
 import argparse
 import sys
 import time
+from dataclasses import replace
 
-from engine.cli import add_model_arguments, open_model, run
+from engine.bounds import check_request
+from engine.cli import FoundModel, add_model_arguments, find_model, run
+from engine.engine_args import EngineArgs
 from engine.llm import LLM
+from engine.outputs import CompletionOutput
 from engine.sampling_params import SamplingParams
 
 
@@ -21,6 +25,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page-size", type=int, help="default: 64 on a TPU, else 16")
+    parser.add_argument("--num-pages", type=int, help="pages in the cache (default: as needed)")
     return parser.parse_args()
 
 
@@ -29,23 +34,22 @@ def main() -> None:
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
     )
-    model = open_model(args)
-    llm = LLM.from_params(
-        model.config,
-        model.params,
-        model.tokenizer,
+    sizes = EngineArgs(
         max_num_seqs=1,
-        max_model_len=(
-            min(model.config.max_position, 8192)
-            if args.max_model_len is None
-            else args.max_model_len
-        ),
+        max_model_len=args.max_model_len,
+        num_pages=args.num_pages,
         page_size=args.page_size,
         steps_per_dispatch=8,  # text comes in small pieces
     )
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    found = find_model(args)
+    if sizes.max_model_len is None:
+        sizes = replace(sizes, max_model_len=min(found.config.max_position, 8192))
+    check_opening(found, sizes, opening, params)
+    model = found.load()
+    llm = LLM.from_params(model.config, model.params, model.tokenizer, **vars(sizes))
     print("preparing programs (compiled once, then kept)", file=sys.stderr)
     llm.engine.compile()
-    opening = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(opening)
     print(f"{args.model}, {model.dtype.name}; /reset forgets, /quit leaves", file=sys.stderr)
     while True:
@@ -73,6 +77,18 @@ def main() -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
+def check_opening(
+    found: FoundModel, sizes: EngineArgs, opening: list, params: SamplingParams
+) -> None:
+    """Refuse, before weights are read, what leaves no room for the shortest first message."""
+    config = sizes.engine_config(found.config, found.dtype)
+    prompt = found.tokenizer.encode_chat([*opening, {"role": "user", "content": "?"}])
+    try:
+        check_request(config, sizes.sampling_limits(found.config), prompt, params)
+    except ValueError as error:
+        raise ValueError(f"no message fits, not even '?': {error}") from error
+
+
 def read_line() -> str:
     """A line as bytes, so that one that is not UTF-8 costs no other; edited where there is a
     terminal."""
@@ -87,24 +103,28 @@ def read_line() -> str:
 
 
 def reply(llm: LLM, messages: list, params: SamplingParams) -> str:
-    """Stream one answer; an interrupt keeps what was said so far."""
+    """Stream one answer; an interrupt keeps what was said so far. ValueError if it fails."""
     prompt = llm.tokenizer.encode_chat(messages)
     before = llm.engine.counters()["prefix_hit_tokens"]
-    start, text, count, compiled_s = time.perf_counter(), "", 0, llm.engine.compile_s
+    start, compiled_s = time.perf_counter(), llm.engine.compile_s
+    answer = CompletionOutput(0)
     try:
         for output, deltas in llm.stream([prompt], params):
-            text, count = output.outputs[0].text, len(output.outputs[0].token_ids)
+            answer = output.outputs[0]
             print(deltas[0], end="", flush=True)
         print()
     except KeyboardInterrupt:
         print(" [interrupted]")
+    if answer.error:
+        raise ValueError(answer.error)
+    count = len(answer.token_ids)
     reused = llm.engine.counters()["prefix_hit_tokens"] - before
     rate = count / (time.perf_counter() - start - (llm.engine.compile_s - compiled_s))
     print(
         f"[{len(prompt)} prompt tokens, {reused} from the cache; {count} tokens, {rate:.1f} tok/s]",
         file=sys.stderr,
     )
-    return text
+    return answer.text
 
 
 if __name__ == "__main__":

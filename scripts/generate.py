@@ -1,17 +1,30 @@
-"""Generate text: `python scripts/generate.py "prompt" [more prompts] --model smollm2-135m`."""
+"""Generate text: `python scripts/generate.py "prompt" [more prompts] --model smollm2-135m`.
+
+Exit status 1: a prompt failed, and standard error says why; 2: bad input.
+"""
 
 import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from engine.bandwidth import measure_read_bandwidth
-from engine.cli import LoadedModel, add_model_arguments, open_model, read_prompts, run
+from engine.bounds import check_request
+from engine.cli import (
+    FoundModel,
+    LoadedModel,
+    add_model_arguments,
+    find_model,
+    read_prompts,
+    run,
+)
+from engine.engine_args import EngineArgs
 from engine.llm import LLM
 from engine.outputs import RequestOutput
 from engine.platform import min_matmul_rows
 from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
 from models.kv_cache import kv_bytes_per_token
 from models.model import cache_specs, declare
 from models.params import size_bytes
@@ -79,19 +92,21 @@ def main() -> None:
         ignore_eos=args.ignore_eos,
     )
     texts = read_prompts(args.prompts, args.file, args.lines)
-    model = open_model(args)
-    prompts = [encode(model, text, args.chat) for text in texts]
-    llm = LLM.from_params(
-        model.config,
-        model.params,
-        model.tokenizer,
-        name=args.model,
-        max_num_seqs=min(len(prompts), MAX_BATCH),
-        max_model_len=length_bucket(prompts, args.max_tokens, model.config.max_position),
+    sizes = EngineArgs(
+        max_num_seqs=min(len(texts), MAX_BATCH),
         page_size=args.page_size,
         num_pages=args.num_pages,
         steps_per_dispatch=8,  # text comes in small pieces
         record=args.record,
+    )
+    found = find_model(args)
+    prompts = [encode(found.tokenizer, text, args.chat) for text in texts]
+    bucket = length_bucket(prompts, args.max_tokens, found.config.max_position)
+    sizes = replace(sizes, max_model_len=bucket)
+    check_prompts(found, sizes, prompts, params)
+    model = found.load()
+    llm = LLM.from_params(
+        model.config, model.params, model.tokenizer, name=args.model, **vars(sizes)
     )
     room = llm.engine.config.max_model_len - max(map(len, prompts))
     if 0 < room < args.max_tokens:
@@ -103,12 +118,33 @@ def main() -> None:
         print(json.dumps(report(args, model, texts, outputs, stats), ensure_ascii=False))
     else:
         print(stats.line(), file=sys.stderr)
+    errors = [output.outputs[0].error for output in outputs]
+    for i, error in enumerate(errors):
+        if error:
+            print(f"error: prompt {i}: {error}", file=sys.stderr)
+    if any(errors):
+        sys.exit(1)
 
 
-def encode(model: LoadedModel, text: str, chat: bool) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:
     if chat:
-        return model.tokenizer.encode_chat([{"role": "user", "content": text}])
-    return model.tokenizer.encode(text)
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
+    return tokenizer.encode(text)
+
+
+def check_prompts(
+    found: FoundModel, sizes: EngineArgs, prompts: list[list[int]], params: SamplingParams
+) -> None:
+    """Refuse before weights are read what the engine would refuse."""
+    config, limits = (
+        sizes.engine_config(found.config, found.dtype),
+        sizes.sampling_limits(found.config),
+    )
+    for i, prompt in enumerate(prompts):
+        try:
+            check_request(config, limits, prompt, params)
+        except ValueError as error:
+            raise ValueError(f"prompt {i}: {error}") from error
 
 
 def length_bucket(prompts: list[list[int]], max_tokens: int, limit: int) -> int:
@@ -187,6 +223,7 @@ def report(args, model: LoadedModel, texts, outputs: list[RequestOutput], stats:
                 "text": output.outputs[0].text,
                 "token_ids": output.outputs[0].token_ids,
                 "finish_reason": output.outputs[0].finish_reason,
+                "error": output.outputs[0].error,
             }
             for text, output in zip(texts, outputs, strict=True)
         ],

@@ -8,10 +8,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.cli import add_model_arguments, open_model, run
+from engine.cli import add_model_arguments, find_model, run
 from engine.engine_args import network_engine
 from engine.identity import differences
-from engine.recording import FileRecorder, read_record
+from engine.recording import FileRecorder, check_record_path, read_record
 from engine.replay import replay
 
 
@@ -27,13 +27,16 @@ def main() -> None:
     args = parse_args()
     if args.record and Path(args.record).resolve() == Path(args.file).resolve():
         raise ValueError(f"--record {args.record} is the record to replay; name another file")
+    if args.record:
+        check_record_path(args.record)
     record = read_record(args.file)
-    model = open_model(args)
-    if model.config.vocab_size != record.limits.vocab_size:
+    found = find_model(args)
+    if found.config.vocab_size != record.limits.vocab_size:
         raise ValueError(
-            f"{args.model} has {model.config.vocab_size} tokens, the record was made with "
+            f"{args.model} has {found.config.vocab_size} tokens, the record was made with "
             f"{record.limits.vocab_size}; name the record's model: {record.about}"
         )
+    model = found.load()
     recorder = FileRecorder(args.record, record.about) if args.record else None
     attention = str(record.about.get("attention_impl", "auto"))
     engine = network_engine(

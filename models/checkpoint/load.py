@@ -37,6 +37,8 @@ def load_model(
 
         return restore(path, dtype=dtype, shardings=shardings)
     opened = _open(path)
+    if opened.config.tied_embeddings:
+        _warn_of_other_head(opened.store, opened.sources["embed_VD"].name)
     params = load_params(
         opened.store,
         declare(opened.config),
@@ -104,10 +106,7 @@ def _open_directory(path: Path) -> _Opened:
         raise ValueError(f"{path}: {error}") from error
     if not any(name.startswith(family.hf_prefix) for name in store.names()):
         store = _Prefixed(store, family.hf_prefix)
-    sources = family.hf_sources(config)
-    if config.tied_embeddings:
-        _warn_of_other_head(store, sources["embed_VD"].name)
-    return _Opened(config, store, sources, family.hf_ignored)
+    return _Opened(config, store, family.hf_sources(config), family.hf_ignored)
 
 
 @dataclass(frozen=True)

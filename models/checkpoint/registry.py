@@ -99,19 +99,21 @@ REGISTRY: dict[str, Entry] = {
 Download = Callable[[Part, Path], None]
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str | Path) -> Path:
     """The local directory or file that `model` names, downloaded first if need be.
 
-    A registry name wins over a file of the same name here; write ./name for that one.
+    A registry name wins over a file of the same name here; write ./name for that one. A `Path` is
+    never a name.
     """
     if model in REGISTRY:
         return fetch(model)
     path = Path(os.path.expanduser(model))
     if model and path.exists():
         return path
-    if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+    is_path = isinstance(model, Path) or path.suffix == ".gguf"
+    if not is_path and HUB_ID.fullmatch(model):
         return _from_hub(model)
-    if path.suffix == ".gguf" or len(path.parts) > 1:
+    if is_path or len(path.parts) > 1:
         raise ValueError(f"there is no file or directory {model}; check the path")
     close = difflib.get_close_matches(model, REGISTRY)
     raise ValueError(

@@ -386,10 +386,10 @@ def test_unsupported_and_unknown_settings_are_refused():
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"max_logprobs": -1}, "max_logprobs must be at least 0, got -1"),
-        ({"max_model_len": 513}, r"max_model_len must be in 1 .. 512"),
+        ({"max_model_len": 513}, r"must be at most 512 \(the model's limit\), got 513"),
         ({"num_pages": 1}, "num_pages must be at least 2"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
-        ({"scheduling_policy": "fifo"}, "unknown policy"),
+        ({"scheduling_policy": "fifo"}, "unknown scheduling_policy 'fifo'"),
         ({"attention_impl": "cuda"}, "cuda"),
     ],
 )

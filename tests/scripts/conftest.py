@@ -1,6 +1,7 @@
 """Scripts without a process of their own: starting Python and jax takes seconds each time."""
 
 import io
+import json
 import runpy
 import shutil
 import sys
@@ -36,6 +37,16 @@ def run_here(monkeypatch, capfdbinary):
 
 
 @pytest.fixture
+def no_weights(monkeypatch) -> None:
+    """A test that asks for it fails where weights are read."""
+
+    def read_weights(*_):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(cli, "load_model", read_weights)
+
+
+@pytest.fixture
 def tiny_model(tmp_path) -> Path:
     """A model directory: random weights as transformers writes them, a token per character."""
     directory = tmp_path / "tiny"
@@ -44,3 +55,16 @@ def tiny_model(tmp_path) -> Path:
         shutil.copy(ROOT / "tests" / "parity" / "goldens" / "smollm2" / name, directory)
     write_tokenizer(directory)
     return directory
+
+
+@pytest.fixture
+def unsound_model(tiny_model) -> Path:
+    """The same, but the last norm's scale is NaN."""
+    path = tiny_model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    place = json.loads(content[8:header_end])["model.norm.weight"]["data_offsets"]
+    start, end = (header_end + offset for offset in place)
+    content[start:end] = b"\xc0\x7f" * ((end - start) // 2)  # in bfloat16
+    path.write_bytes(content)
+    return tiny_model

@@ -57,6 +57,36 @@ def test_bad_input_is_one_line_and_exit_code_2(run_here, arguments, stdin, messa
     assert_refused(run_here("generate", *arguments, stdin=stdin), message)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--page-size", 0], "page_size must be at least 1, got 0"),
+        (["--num-pages", 10**12], "do not fit"),
+        (["--num-pages", 2, "--page-size", 4], "need 17 pages of 4, the pool has 1"),
+        (["--record", "no/such/run.jsonl"], "record no/such/run.jsonl cannot be written"),
+        (["--seed", -1], "seed must be in 0 .. 18446744073709551615, got -1; any of these will do"),
+        (["x" * 131072], "prompt 1: the prompt has 131072 tokens; with one to generate that"),
+    ],
+    ids=lambda x: f"{x!s:.30}",
+)
+def test_sizes_and_prompts_are_refused_before_weights_are_read(
+    run_here, tiny_model, no_weights, arguments, message
+):
+    assert_refused(run_here("generate", "abcd", *arguments, "--model", tiny_model), message)
+
+
+def test_a_request_that_fails_says_why(run_here, unsound_model):
+    arguments = ["a", "b", "--model", unsound_model, "--dtype", "float32", "--max-tokens", 4]
+    result = run_here("generate", *arguments, "--json")
+    assert result.returncode == 1
+    for found in json.loads(result.stdout)["results"]:
+        assert found["finish_reason"] == "error"
+        assert found["error"].startswith("the network gave NaN or infinity")
+    lines = result.stderr.decode().splitlines()[-2:]
+    for i, line in enumerate(lines):
+        assert line.startswith(f"error: prompt {i}: the network gave NaN or infinity")
+
+
 def test_a_damaged_model_is_one_line_and_exit_code_2(run_here, tiny_model):
     weights = tiny_model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
