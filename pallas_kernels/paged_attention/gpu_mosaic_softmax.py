@@ -27,15 +27,15 @@ def columns(x_M: jax.Array, width: int) -> jax.Array:
 def start(sinks_ref, r_M: jax.Array, group: int, work: Work) -> tuple[jax.Array, jax.Array]:
     """Maximum and sum before the first key. A sink is a key that was seen before all others and
     whose value is 0; where a tile is shared, the sum over parts adds it once."""
-    max_M = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), COLUMN)
-    sum_M = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), COLUMN)
-    if sinks_ref is None:
-        return max_M, sum_M
-    head_M, alone = lax.rem(r_M, group), work.parts == 1
-    for g in range(group):
-        sink = sinks_ref[work.head * group + g].astype(jnp.float32) * LOG2E
-        max_M = jnp.where((head_M == g) & alone, sink, max_M)
-    return max_M, jnp.where(alone, sum_M + 1, sum_M)
+    sink_M = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), COLUMN)
+    if sinks_ref is not None:
+        head_M, alone = lax.rem(r_M, group), work.parts == 1
+        for g in range(group):
+            sink = sinks_ref[work.head * group + g].astype(jnp.float32) * LOG2E
+            sink_M = jnp.where((head_M == g) & alone, sink, sink_M)
+    # The maximum is finite: from -inf there is no distance to the next one.
+    max_M = jnp.maximum(sink_M, LOWEST)
+    return max_M, jnp.exp2(sink_M - max_M)
 
 
 def scaled(score_MB: jax.Array, scale: float, softcap: float | None) -> jax.Array:

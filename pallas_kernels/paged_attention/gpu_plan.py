@@ -85,14 +85,19 @@ def plan_units(
     wanted_S = ((end_S - begin_S) * B + cut.part_keys - 1) // cut.part_keys
     parts_S = jnp.clip(wanted_S, 1, jnp.where(split_S, cut.parts, 1))
     units_S = jnp.where(mine_S, (q_len_S + Q - 1) // Q, 0) * parts_S
+    # Slots with the largest units come first: programs take units in turns, and what is unequal
+    # about their shares is then about one of the smallest. Compared in pairs: one kernel, where a
+    # sort and a cumulative sum would be several.
     s_S = jnp.arange(units_S.shape[0], dtype=jnp.int32)
-    # A sum over earlier slots: one kernel, where cumsum would be several.
-    first_unit_S = jnp.sum(jnp.where(s_S < s_S[:, None], units_S, 0), axis=1, dtype=jnp.int32)
+    size_S = (end_S - begin_S + parts_S - 1) // parts_S
+    before_SS = (size_S > size_S[:, None]) | ((size_S == size_S[:, None]) & (s_S < s_S[:, None]))
+    first_unit_S = jnp.sum(jnp.where(before_SS, units_S, 0), axis=1, dtype=jnp.int32)
 
-    u_W = jnp.arange(num_units, dtype=jnp.int32)
-    slot_W = jnp.sum(u_W[:, None] >= first_unit_S + units_S, axis=1, dtype=jnp.int32)
+    u_W1 = jnp.arange(num_units, dtype=jnp.int32)[:, None]
+    its_WS = (first_unit_S <= u_W1) & (u_W1 < first_unit_S + units_S)
+    slot_W = jnp.sum(jnp.where(its_WS, s_S, 0), axis=1, dtype=jnp.int32)
     parts_W = jnp.maximum(_of_slot(parts_S, slot_W), 1)
-    i_W = u_W - _of_slot(first_unit_S, slot_W)
+    i_W = u_W1[:, 0] - _of_slot(first_unit_S, slot_W)
     token_W = i_W // parts_W * Q
     tokens_W = jnp.clip(_of_slot(q_len_S, slot_W) - token_W, 0, Q)
     position_W = _of_slot(kv_len_S - q_len_S, slot_W) + token_W
@@ -107,7 +112,7 @@ def plan_units(
         begin_W,
         jnp.minimum(end_W, begin_W + step_W),
         parts_W,
-        jnp.zeros_like(u_W),
+        jnp.zeros_like(slot_W),
     )
     return jnp.stack(columns, axis=1), jnp.sum(units_S, keepdims=True), first_unit_S, parts_S
 

@@ -16,8 +16,9 @@ FEWEST_ROWS = 16  # of a tensor core's operand
 MOST_ROWS = 64  # of a decode tile; more take further programs, which read the keys again
 FEW_QUERIES = 16  # up to here all slots are taken as decode rows
 MOST_PARTS = 128
+PARTS_OF_ONE = 32  # at least, so that a slot much longer than all others occupies many SMs
 UNITS_PER_SM = 32  # of split slots, if all are as long as can be
-PARTS_BYTES = 64 << 20  # memory for the parts of split slots
+PARTS_BYTES = 256 << 20  # memory for the parts of split slots
 # Float32 is multiplied number by number, not on tensor cores: ptxas spills with larger blocks and
 # with fewer warps.
 FLOAT32_KEYS = 16
@@ -103,10 +104,14 @@ def parts_of(spec: KernelSpec, queries: int, chip: Chip) -> tuple[int, int]:
     """Most parts of a slot and fewest keys of one: enough units for all SMs, several times where
     there are many slots, since their lengths differ."""
     pairs = spec.num_slots * spec.num_kv_heads
-    most = min(MOST_PARTS, max(4, UNITS_PER_SM * chip.cores // pairs))
+    part_keys = 1024 if pairs >= 2 * chip.cores else 256
+    longest = spec.pages_per_slot * spec.page_size
+    if spec.window is not None:
+        longest = min(longest, spec.window + queries)
+    most = max(PARTS_OF_ONE, UNITS_PER_SM * chip.cores // pairs)
+    most = min(MOST_PARTS, most, -(-longest // part_keys))
     part_bytes = 4 * spec.num_slots * queries * spec.num_heads * spec.head_dim
-    most = max(2, min(most, PARTS_BYTES // part_bytes))
-    return most, 1024 if pairs >= 2 * chip.cores else 256
+    return max(1, min(most, PARTS_BYTES // part_bytes)), part_keys
 
 
 def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
