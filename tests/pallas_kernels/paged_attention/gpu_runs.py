@@ -8,6 +8,7 @@ import numpy as np
 from pallas_kernels.paged_attention import gpu_triton
 from pallas_kernels.paged_attention.gpu_triton_sizes import Sizes
 from pallas_kernels.paged_attention.spec import check
+from tests.compiling import QUICK
 
 
 def static_of(case):
@@ -27,11 +28,10 @@ def small_sizes(case):
 
 
 def jitted():
-    """`attend` interpreted, compiled in half the time that full optimization takes."""
     return jax.jit(
         functools.partial(gpu_triton.attend, interpret=True),
         static_argnames=("scale", "max_q_len", "window", "softcap", "sizes", "chip"),
-        compiler_options={"xla_backend_optimization_level": 0},
+        compiler_options=QUICK,
     )
 
 

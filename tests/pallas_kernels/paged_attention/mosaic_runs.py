@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import gpu_mosaic
 from pallas_kernels.paged_attention.gpu_mosaic_sizes import ROWS, Sizes
 from pallas_kernels.paged_attention.spec import check
+from tests.compiling import QUICK
 from tests.pallas_kernels.paged_attention.gpu_runs import static_of
 
 INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)
@@ -58,7 +59,7 @@ def jitted(races=False):
     return jax.jit(
         functools.partial(gpu_mosaic.attend, interpret=interpret),
         static_argnames=("scale", "max_q_len", "window", "softcap", "sizes", "chip"),
-        compiler_options={"xla_backend_optimization_level": 0},
+        compiler_options=QUICK,
     )
 
 

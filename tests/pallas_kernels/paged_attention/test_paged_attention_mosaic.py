@@ -44,11 +44,19 @@ def test_named_case(name):
     assert np.linalg.norm(out_TNH - expected) / np.linalg.norm(expected) < 5e-3
 
 
-# Page size, heads, KV heads, head width, window, softcap, sinks; sizes.
+# Page size, heads, KV heads, head width, window, softcap, sinks; sizes, of any lengths the same.
 SETTINGS = {
-    "decode": ((16, 4, 2, 64, None, None, False), decode_sizes, {"queries": ROWS}),
+    "decode": (
+        (16, 4, 2, 64, None, None, False),
+        decode_sizes,
+        {"queries": ROWS, "split_queries": ROWS},
+    ),
     "chunks": ((32, 9, 1, 64, 7, 3.0, True), chunk_sizes, {"split_queries": 2}),
-    "wide": ((16, 2, 1, 256, 9, None, True), wide_sizes, {"part_keys": 1}),
+    "wide": (
+        (16, 2, 1, 256, 9, None, True),
+        wide_sizes,
+        {"queries": 7, "split_queries": ROWS, "part_keys": 1},
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, make
 from pallas_kernels.paged_attention.layout import pages_shape
 from pallas_kernels.paged_attention.spec import check, tolerance
 from pallas_kernels.paged_attention.tpu_sizes import Sizes
+from tests.compiling import QUICK
 from tests.pallas_kernels.paged_attention.attention_oracle import excess, oracle
 from tests.pallas_kernels.paged_attention.drawn import ROWS, SLOTS, drawn_inputs, lengths
 from tests.pallas_kernels.paged_attention.tpu_runs import packed, run
@@ -70,7 +71,8 @@ def compiled(name, interpret=True):
             softcap=softcap,
             sizes=sizes,
             interpret=interpret,
-        )
+        ),
+        compiler_options=QUICK,
     )
 
 
@@ -167,7 +169,8 @@ def test_b82_window_counts_itself(window):
             sinks_N=None,
             sizes=(Sizes(1, 1, 2), Sizes(4, 2, 2)),
             interpret=True,
-        )
+        ),
+        compiler_options=QUICK,
     )
     for chunk, end in ((10, 10), (5, 5), (5, 10), *((1, n) for n in range(1, 11))):
         out_TNH = attend(
