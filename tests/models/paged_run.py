@@ -20,7 +20,9 @@ from models.model import cache_specs, forward, unembed
 from models.rope import rotation
 
 
-@partial(jax.jit, static_argnames=("config", "max_q_len", "attention_impl"))
+@partial(
+    jax.jit, static_argnames=("config", "max_q_len", "attention_impl"), donate_argnames="cache"
+)
 def step(config, params, cache, tokens_T, slots, page_table_SM, *, max_q_len, attention_impl):
     """`slots` is (q_start_S, q_len_S, kv_len_S, prompt_len_S); logits [T, V] and the cache."""
     batch = ragged_batch(tokens_T, *slots, page_table_SM, max_q_len)

@@ -27,10 +27,10 @@ NUM_TOKENS = 64
 def greedy(config, params, prompts):
     """(logits after each prompt [S, V], NUM_TOKENS greedy tokens of each [S, NUM_TOKENS])."""
     num_slots, lens = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
-    columns = -(-(int(lens.max()) + NUM_TOKENS) // PAGE_SIZE)
-    table_SM = 1 + np.arange(num_slots * columns, dtype=np.int32).reshape(num_slots, columns)
-    cache = poisoned_cache(config, 1 + table_SM.size, PAGE_SIZE)
-    table_SM = jnp.asarray(table_SM)
+    pages_S = -(-(lens + NUM_TOKENS) // PAGE_SIZE)
+    first_S = 1 + np.cumsum(pages_S) - pages_S  # a row's later entries are the next slots' pages
+    table_SM = jnp.asarray(first_S[:, None] + np.arange(pages_S.max()), jnp.int32)
+    cache = poisoned_cache(config, 1 + int(pages_S.sum()), PAGE_SIZE)
 
     def advance(cache, tokens_T, q_len_S, kv_len_S):
         slots = (np.cumsum(q_len_S) - q_len_S, q_len_S, kv_len_S, lens)
