@@ -45,7 +45,12 @@ def test_the_scheduling_round_is_at_most_25_kernels_on_a_gpu():
         assert len(region.ops) <= 40, (region.source, len(region.ops))
 
 
-@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def in_sweep(*values):
+    """A program much like another that always runs."""
+    return pytest.param(*values, marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize("target", ["v5e", in_sweep("v6e")])
 def test_no_scatter_of_the_round_becomes_a_serial_loop_on_a_tpu(target):
     main = the_round(target).main
     assert [r.source for r in main.walk() if r.kind not in ("main", "when")] == []
@@ -59,8 +64,9 @@ def the_step(target: str, width: int, **changes):
     return result
 
 
-@pytest.mark.parametrize("target", ["cpu", "h100"])
-@pytest.mark.parametrize("width", [32, 256])
+@pytest.mark.parametrize(
+    ("target", "width"), [("cpu", 256), *(in_sweep(*x) for x in (("cpu", 32), ("h100", 256)))]
+)
 def test_the_cache_is_updated_in_place(target, width):
     result = the_step(target, width)
     assert result.part_bytes["cache"] == 8 * 4096 * 16 * 2 * 3 * 64 * 2
@@ -93,8 +99,8 @@ def moves_of_the_cache(result) -> list:
     [
         ("v5e", 32, {"num_layers": 2, "page_size": 64, "num_pages": 1025}),
         ("v6e:2x2", 512, LLAMA),
-        ("v5p", 64, LLAMA),
-        ("tpu7x", 64, LLAMA),
+        in_sweep("v5p", 64, LLAMA),
+        in_sweep("tpu7x", 64, LLAMA),
         ("h100:1x1x8", 64, LLAMA),
     ],
     ids=[
