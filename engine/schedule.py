@@ -81,7 +81,7 @@ def _needs(config: EngineConfig, state: BatchState, plan: Plan) -> tuple[jax.Arr
     runs_R = plan.q_len_R > 0
     written_R = _written_page(config, slots, plan)
     shared_R = state.pool.refcount_P.at[written_R].get(mode="clip") > 1
-    copy_R = runs_R & shared_R & (plan.start_R // C < held_R)
+    copy_R = runs_R & shared_R
     grown_R = ceil_div(plan.start_R + plan.q_len_R, C) - held_R
     return jnp.where(runs_R, jnp.maximum(grown_R, 0) + copy_R, 0), copy_R
 

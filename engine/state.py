@@ -6,7 +6,8 @@ for, A entries of an inbox, Y tokens of an inbox, E stop ids, Q rounds of one di
 A slot holds a request from arrival to finish: waiting, running, or waiting again once preempted.
 Pages belong to the pool; a slot's row of the page table says which it holds. Invariants:
 
-- `refcount_P[p]` is the number of page table entries (within `num_pages_S`) that name page p;
+- a slot's page table entries beyond `num_pages_S` are 0, the trash page, which nobody shares;
+- `refcount_P[p]` is the number of page table entries that name page p, if it is not 0;
 - the free queue holds exactly the pages with reference count 0, but never page 0;
 - a slot holds ceil(num_computed / C) pages after every round, or none when it waits;
 - a running slot whose every known token is computed is held: it runs nothing until a fork;

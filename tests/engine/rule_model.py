@@ -102,6 +102,8 @@ def check_invariants(config, state, live_uids: set[int], may_hold: bool = False)
     counts = np.bincount([p for pages in held for p in pages], minlength=P)
     np.testing.assert_array_equal(pool.refcount_P, counts)
     assert counts[0] == 0, "the trash page is held"
+    beyond_SM = np.arange(config.pages_per_seq) >= slots.num_pages_S[:, None]
+    assert not slots.page_table_SM[beyond_SM].any()
     assert 0 <= pool.head < P
     queue = pool.queue_P[(pool.head + np.arange(pool.num_free)) % P].tolist()
     assert len(set(queue)) == len(queue)

@@ -11,8 +11,11 @@ from engine.state import RUNNING, WAITING, BatchState, init_state, totals
 from tests.engine.test_advance import BASE
 
 
-def decoding(computed: list[int], num_free: int) -> tuple[EngineConfig, BatchState]:
-    """Rows that have computed so many tokens and sampled one more; so many pages are free."""
+def running(
+    computed: list[int], num_free: int, known: list[int] | None = None, shared: tuple[int, ...] = ()
+) -> tuple[EngineConfig, BatchState]:
+    """Rows that have computed so many tokens of those known, by default all but one; so many pages
+    are free. The last pages of the rows in `shared` are held by somebody else, too."""
     C = BASE.page_size
     held = [-(-n // C) for n in computed]
     config = replace(
@@ -27,13 +30,15 @@ def decoding(computed: list[int], num_free: int) -> tuple[EngineConfig, BatchSta
     table_SM = state.slots.page_table_SM
     for s, (end, pages) in enumerate(zip(ends, held, strict=True)):
         table_SM = table_SM.at[s, :pages].set(page_N[end - pages : end], mode="drop")
+    twice = page_N[jnp.asarray([ends[s] - 1 for s in shared], jnp.int32)]
+    pool = pool.replace(refcount_P=pool.refcount_P.at[twice].add(1, mode="drop"))
     computed_S = jnp.asarray(computed, jnp.int32)
     requests = state.slots.requests.replace(uid=jnp.arange(len(computed), dtype=jnp.int32))
     slots = state.slots.replace(
         requests=requests,
         status_S=jnp.full_like(computed_S, RUNNING),
         num_computed_S=computed_S,
-        num_tokens_S=computed_S + 1,
+        num_tokens_S=computed_S + 1 if known is None else jnp.asarray(known, jnp.int32),
         page_table_SM=table_SM,
         num_pages_S=jnp.asarray(held, jnp.int32),
     )
@@ -43,7 +48,7 @@ def decoding(computed: list[int], num_free: int) -> tuple[EngineConfig, BatchSta
 def test_a_row_that_needs_no_page_waits_for_nobody():
     """Three rows are at the end of their pages, the fourth is not; the fifth gives its two back,
     the last one first, which are too few."""
-    config, state = decoding([4, 4, 4, 5, 5], num_free=0)
+    config, state = running([4, 4, 4, 5, 5], num_free=0)
     *_, (last, end) = state.slots.page_table_SM[:, :2].tolist()
     state, plan = allocate(config, state, schedule(config, state))
     assert plan.q_len_R.tolist() == [1, 1, 0, 1, 0]
@@ -58,7 +63,7 @@ def test_a_row_that_needs_no_page_waits_for_nobody():
 
 
 def test_the_only_row_is_never_preempted():
-    config, state = decoding([4], num_free=0)
+    config, state = running([4], num_free=0)
     after, plan = allocate(config, state, schedule(config, state))
     assert plan.q_len_R.tolist() == [0]
     assert after.slots.status_S.tolist() == [RUNNING]
@@ -67,8 +72,34 @@ def test_the_only_row_is_never_preempted():
 
 
 def test_nobody_is_preempted_while_pages_suffice():
-    config, state = decoding([4, 4, 5], num_free=2)
+    config, state = running([4, 4, 5], num_free=2)
     state, plan = allocate(config, state, schedule(config, state))
     assert plan.q_len_R.tolist() == [1, 1, 1]
     assert state.slots.num_pages_S.tolist() == [2, 2, 2]
     assert (int(state.pool.num_free), totals(state)["preemptions"]) == (0, 0)
+
+
+def test_a_row_may_replace_one_page_and_take_another():
+    """Three rows go on writing pages that others read, and over their ends: six pages."""
+    config, state = running([3, 3, 3], num_free=6, known=[6, 6, 5], shared=(0, 1, 2))
+    before = state.slots.page_table_SM[:, 0].tolist()
+    state, plan = allocate(config, state, schedule(config, state))
+    assert plan.q_len_R.tolist() == [3, 3, 2]
+    assert plan.copy_from_R.tolist() == before
+    assert plan.copy_to_R.tolist() == state.slots.page_table_SM[:, 0].tolist()
+    pages = state.slots.page_table_SM[:, :2].flatten().tolist()
+    assert sorted(pages + before) == list(range(1, 10))
+    assert state.slots.num_pages_S.tolist() == [2, 2, 2]
+    assert (int(state.pool.num_free), totals(state)["page_copies"]) == (0, 3)
+    assert state.pool.refcount_P.tolist() == [0] + [1] * 9
+
+
+def test_a_row_without_a_page_for_its_copy_keeps_what_it_shares():
+    """The first row takes the page that the last one gives back; the second one waits."""
+    config, state = running([4, 3, 1], num_free=0, shared=(1,))
+    after, plan = allocate(config, state, schedule(config, state))
+    assert plan.q_len_R.tolist() == [1, 0, 0]
+    shared = int(state.slots.page_table_SM[1, 0])
+    assert int(after.slots.page_table_SM[1, 0]) == shared
+    assert int(after.pool.refcount_P[shared]) == 2
+    assert plan.copy_to_R.tolist() == [0, 0, 0]
