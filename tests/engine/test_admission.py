@@ -88,3 +88,11 @@ def test_the_static_policy_lets_nobody_in_while_anyone_runs():
     assert first[2] > max(last[:2])
     assert first[4] > max(last[2:4])
     assert last[0] < last[1]  # its row was free meanwhile
+
+
+def test_pages_filled_in_a_request_s_only_round_are_found():
+    driver = Driver(BASE)
+    driver.run([Request(0, STEMS[0][:8], 9)])
+    assert driver.num_rounds == 1
+    driver.run([Request(1, STEMS[0][:9], 10)])
+    assert totals(driver.state)["prefix_hit_tokens"] == 8
