@@ -1,5 +1,6 @@
 """Every family against transformers, live: the tiny models with other random weights than the
-stored ones, written by transformers, read by the loader."""
+stored ones, written by transformers, read by the loader. Attention is the default one for families
+that ask most of it, and elsewhere by definition, which compiles fast."""
 
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.models.paged_run import run, run_rotated_to
 from tests.parity.make_tiny import VARIANTS, build, expected, save, sequence
 
 GOLDENS = Path(__file__).parent / "goldens"
+DEFAULT_ATTENTION = ("gemma2", "gemma3", "llama_biased_mqa", "mistral")
 TOLERANCE = 1e-4  # of the largest logit; see tests/models/test_family_parity.py
 
 
@@ -26,13 +28,14 @@ def test_prefill_chunks_decode_and_far_positions(name, tmp_path):
     save(model, tmp_path)
     config, params = load_model(tmp_path, "float32")
     tokens = golden["tokens"]
+    settings = {"width": 23, "attention_impl": "auto" if name in DEFAULT_ATTENTION else "reference"}
     for key, chunks in (
         ("logits", [23, *[1] * 5]),
         ("logits", [3, 14, 6, *[1] * 5]),
         ("crossing_logits", [12, *[1] * 16]),
     ):
         prompt_len = 23 if key == "logits" else 12
-        (logits_TV,) = run(config, params, [tokens], [chunks], prompt_lens=[prompt_len], width=23)
+        (logits_TV,) = run(config, params, [tokens], [chunks], prompt_lens=[prompt_len], **settings)
         assert relative_error(logits_TV, golden[key]) < TOLERANCE, (key, chunks)
     if "far_tokens" in golden:
         far_TV = run_rotated_to(config, params, golden["far_tokens"], golden["far_positions"], 12)
