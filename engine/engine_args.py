@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.kernel_choice import kernel_chip
 from engine.memory import check_cache_fits, spare_memory_bytes
 from engine.network import NetworkModel
-from engine.platform import attached_chip, min_matmul_rows
+from engine.platform import attached_chip, min_matmul_rows, unknown_accelerator
 from engine.recording import check_record_path
 from engine.sampling_params import (
     check_flag,
@@ -129,7 +129,8 @@ class EngineArgs:
         spare_bytes = spare_memory_bytes(config, self.sampling_limits(network))
         pages = _num_pages(self, config, cache_specs(network), dtype, chip, spare_bytes)
         config = replace(config, num_pages=pages)
-        kernel_chip(network, config, dtype, chip, self.attention_impl)
+        unknown = unknown_accelerator()
+        kernel_chip(network, config, dtype, chip, self.attention_impl, unknown=unknown)
         return config
 
     def sampling_limits(self, network: ModelConfig) -> SamplingLimits:
@@ -169,11 +170,14 @@ def network_engine(
 ) -> Engine:
     """An engine that runs a network; `options` are those of `Engine`.
 
-    A warning tells if the attached chip has attention kernels that cannot take its calls.
+    A warning tells if the attached chip has attention kernels that cannot take its calls, or may
+    have some but is unknown.
     """
     dtype = params.embed_VD.dtype
     attached = attached_chip()
-    chip, reason = kernel_chip(config, engine_config, dtype, attached, attention_impl)
+    chip, reason = kernel_chip(
+        config, engine_config, dtype, attached, attention_impl, unknown=unknown_accelerator()
+    )
     if reason is not None:
         warnings.warn(f"attention runs as plain XLA operations: {reason}", stacklevel=2)
     network = NetworkModel(config, limits, dtype, attention_impl, min_matmul_rows(dtype), chip)

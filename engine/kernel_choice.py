@@ -27,13 +27,22 @@ def kernel_chip(
     chip: Chip | None,
     impl: str = "auto",
     parts: int = 1,
+    unknown: str | None = None,
 ) -> tuple[Chip | None, str | None]:
     """`chip`, or None and, where `auto` might have used the chip's kernels, the reason.
 
-    `parts` is the number of devices that the heads are split over. ValueError: an implementation
-    that was asked for by name cannot take a call.
+    `parts` is the number of devices that the heads are split over; `unknown` what jax calls an
+    accelerator for which there is no `chip`. ValueError: an implementation that was asked for by
+    name cannot take a call.
     """
-    if impl in PLAIN or (impl == "auto" and chip is None):
+    if impl in PLAIN:
+        return None, None
+    if chip is None and unknown is not None:
+        reason = f"the chip table (pallas_kernels/chips.py) has no row for {unknown!r}"
+        if impl != "auto":
+            raise ValueError(f"impl {impl!r}: {reason}")
+        return None, reason
+    if chip is None and impl == "auto":
         return None, None
     for spec in calls(network, config, config.program_budgets, dtype, chip, parts):
         if choose(spec, chip, impl) in PLAIN:

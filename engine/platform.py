@@ -42,6 +42,13 @@ def attached_chip() -> Chip | None:
     return chip_of_device(jax.devices()[0].device_kind)
 
 
+def unknown_accelerator() -> str | None:
+    """What jax calls the attached device where it is no CPU and has no row in the chip table."""
+    device = jax.devices()[0]
+    known = device.platform == "cpu" or chip_of_device(device.device_kind)
+    return None if known else device.device_kind
+
+
 def min_matmul_rows(dtype: jnp.dtype) -> int:
     """Rows below which a matmul gets slower: XLA's CPU backend has no fast bfloat16 matvec."""
     return 2 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else 1

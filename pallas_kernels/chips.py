@@ -1,79 +1,21 @@
 """Facts of the chips that programs are compiled for, one table, every number with its source.
 
-Figures are per chip, dense (no structured sparsity), as published, not as measured. A chip may be
-several JAX devices (`devices`); what one device has is asked for by the `device_*` properties.
-
 Sources:
   [cloud]  Google Cloud's TPU pages, one per generation (docs.cloud.google.com/tpu/docs/v5e, ...)
   [jax]    the table of TPU generations in jax (jax/_src/tpu_info.py, 0.12)
   [xla]    XLA's GPU target descriptions (openxla/xla, xla/backends/gpu/target_config/specs)
-  [nvidia] NVIDIA's data sheets; where they give the rate with 2:4 sparsity, half of it
+  [nvidia] NVIDIA's data sheets and white papers of its architectures; where they give the rate with
+           2:4 sparsity, half of it, and where they tell, the one with float32 sums
   [cuda]   CUDA programming guide, technical specifications per compute capability
   [book]   "How to scale your model" (jax-ml.github.io/scaling-book), hardware tables
   [calc]   arithmetic on the numbers beside it
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
+
+from pallas_kernels.chip import Chip
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One kind of accelerator.
-
-    cores           TensorCores of a TPU, streaming multiprocessors (SMs) of a GPU
-    devices         JAX devices per chip: 2 where each TensorCore is its own device
-    fp8, int8       None where matmuls of that width are not faster than bfloat16 or do not exist
-    link_bytes_per_s   to other chips of the slice or node, all links, both directions
-    clock_hz        of the cores: boost clock on GPUs; on TPUs inferred from the peak rate, with two
-                    multiply-adds per cell and cycle in the 256 x 256 matrix units
-    matmul_dtypes   operand dtypes that the matrix units take without a cast
-    device_kinds    what jax calls a device of this chip [jax] [xla]
-    compiler_options   (name, value) that XLA must be given for programs with large weights
-    vmem_bytes, smem_bytes   vector and scalar memory of one TensorCore
-    shared_memory_bytes      most that one block can ask for, of the SM's `shared_memory_sm_bytes`
-    compute_capability       of a GPU, (major, minor)
-    """
-
-    name: str
-    kind: Literal["tpu", "gpu"]
-    cores: int
-    bf16_flops_per_s: float
-    fp8_flops_per_s: float | None
-    int8_ops_per_s: float | None
-    hbm_bytes: int
-    hbm_bytes_per_s: float
-    link_bytes_per_s: float
-    clock_hz: float
-    matmul_dtypes: tuple[str, ...]
-    device_kinds: tuple[str, ...]
-    devices: int = 1
-    compiler_options: tuple[tuple[str, str], ...] = ()
-    vmem_bytes: int | None = None
-    smem_bytes: int | None = None
-    shared_memory_bytes: int | None = None
-    shared_memory_sm_bytes: int | None = None
-    l2_bytes: int | None = None
-    compute_capability: tuple[int, int] | None = None
-
-    @property
-    def device_hbm_bytes(self) -> int:
-        return self.hbm_bytes // self.devices
-
-    @property
-    def device_hbm_bytes_per_s(self) -> float:
-        return self.hbm_bytes_per_s / self.devices
-
-    def hbm_cycles(self, num_bytes: float) -> float:
-        """Core cycles in which one device's memory moves `num_bytes`, at the published rate."""
-        return num_bytes / self.device_hbm_bytes_per_s * self.clock_hz
-
-    def multiplies(self, dtype: str) -> bool:
-        """Whether the matrix units take operands of this dtype (by name) without a cast."""
-        return dtype in self.matmul_dtypes
-
 
 # [jax] is_matmul_supported. The fp8 formats differ: 3 exponent-bias-11 bits without infinities on
 # v5 and v6 (e4m3b11fnuz), the OCP format (e4m3fn) from 7x on.
@@ -230,7 +172,7 @@ _CHIPS = (
         link_bytes_per_s=900e9,  # [nvidia] NVLink 4
         clock_hz=1.98e9,  # [xla]
         matmul_dtypes=_HOPPER_DTYPES,  # [nvidia]
-        device_kinds=("NVIDIA H200",),
+        device_kinds=("NVIDIA H200", "NVIDIA H200 141GB HBM3e"),  # the latter [xla]
         shared_memory_bytes=232_448,  # [xla]
         shared_memory_sm_bytes=233_472,  # [xla]
         l2_bytes=50 * MIB,  # [xla]
@@ -256,12 +198,98 @@ _CHIPS = (
     ),
 )
 
-CHIPS: dict[str, Chip] = {c.name: c for c in _CHIPS}
+_ROWS = {c.name: c for c in _CHIPS}
+
+# What differs from a chip of the same generation.
+_SIBLINGS = (
+    replace(
+        _ROWS["a100"],
+        name="a100-40gb",
+        hbm_bytes=42_331_013_120,  # [xla]
+        hbm_bytes_per_s=1555e9,  # [xla]
+        device_kinds=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+    ),
+    replace(
+        _ROWS["a100"],
+        name="a100-pcie",
+        hbm_bytes=80_000_000_000,  # [nvidia] 80 GB
+        hbm_bytes_per_s=1935e9,  # [nvidia]
+        device_kinds=("NVIDIA A100 80GB PCIe",),
+    ),
+    replace(
+        _ROWS["l4"],
+        name="l40s",
+        cores=142,  # [nvidia]
+        bf16_flops_per_s=362e12,  # [nvidia]
+        fp8_flops_per_s=733e12,  # [nvidia]
+        int8_ops_per_s=733e12,  # [nvidia]
+        hbm_bytes=48_000_000_000,  # [nvidia] 48 GB (GDDR6)
+        hbm_bytes_per_s=864e9,  # [nvidia]
+        clock_hz=2.52e9,  # [nvidia]
+        device_kinds=("NVIDIA L40S",),
+        l2_bytes=96 * MIB,  # [nvidia]
+    ),
+    replace(
+        _ROWS["l4"],
+        name="rtx4090",
+        cores=128,  # [nvidia]
+        bf16_flops_per_s=165e12,  # [nvidia]
+        fp8_flops_per_s=330e12,  # [nvidia]
+        int8_ops_per_s=661e12,  # [nvidia]
+        hbm_bytes_per_s=1008e9,  # [nvidia] (GDDR6X)
+        clock_hz=2.52e9,  # [nvidia]
+        device_kinds=("NVIDIA GeForce RTX 4090",),
+        l2_bytes=72 * MIB,  # [nvidia]
+    ),
+    replace(
+        _ROWS["h100"],
+        name="h100-pcie",
+        cores=114,  # [xla]
+        bf16_flops_per_s=757e12,  # [calc] from [xla]: 114 SMs x 4 x 512 x 2 x 1.622e9
+        fp8_flops_per_s=1514e12,  # [calc] from [xla]: twice that
+        int8_ops_per_s=1514e12,  # [calc] from [xla]
+        hbm_bytes_per_s=2039e9,  # [xla]
+        link_bytes_per_s=600e9,  # [nvidia] NVLink bridge
+        clock_hz=1.755e9,  # [xla]
+        device_kinds=("NVIDIA H100 PCIe",),
+    ),
+    replace(
+        _ROWS["b200"],
+        name="gb200",  # one of its GPUs
+        cores=152,  # [xla]
+        bf16_flops_per_s=2398e12,  # [calc] from [xla]: 152 SMs x 4 x 1024 x 2 x 1.926e9
+        fp8_flops_per_s=4796e12,  # [calc] from [xla]: twice that
+        int8_ops_per_s=4796e12,  # [calc] from [xla]
+        hbm_bytes=197_897_748_480,  # [xla]
+        hbm_bytes_per_s=7928e9,  # [xla]
+        clock_hz=2.062e9,  # [xla]
+        device_kinds=("NVIDIA GB200",),
+        l2_bytes=135_528_448,  # [xla]
+    ),
+    replace(
+        _ROWS["l4"],
+        name="rtx5090",
+        cores=170,  # [nvidia]
+        bf16_flops_per_s=209.5e12,  # [nvidia]
+        fp8_flops_per_s=419e12,  # [nvidia]
+        int8_ops_per_s=838e12,  # [nvidia]
+        hbm_bytes=32_000_000_000,  # [nvidia] 32 GB (GDDR7)
+        hbm_bytes_per_s=1792e9,  # [nvidia]
+        link_bytes_per_s=128e9,  # [nvidia] PCIe 5 x16
+        clock_hz=2.407e9,  # [nvidia]
+        matmul_dtypes=(*_HOPPER_DTYPES, "float4_e2m1fn"),  # [nvidia]
+        device_kinds=("NVIDIA GeForce RTX 5090",),
+        l2_bytes=96 * MIB,  # [nvidia]
+        compute_capability=(12, 0),  # [cuda]; shared memory as 8.9
+    ),
+)
+
+CHIPS: dict[str, Chip] = _ROWS | {c.name: c for c in _SIBLINGS}
 
 
 def chip_of_device(device_kind: str) -> Chip | None:
     """The chip that jax calls so; None for any other, the host's CPU among them."""
-    return next((c for c in _CHIPS if device_kind in c.device_kinds), None)
+    return next((c for c in CHIPS.values() if device_kind in c.device_kinds), None)
 
 
 def chip(name: str) -> Chip:

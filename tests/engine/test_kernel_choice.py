@@ -1,17 +1,21 @@
 """Whose kernels an engine uses, and what the machine is taken for."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import pytest
 
 from engine.engine_args import EngineArgs, engine_config
 from engine.kernel_choice import PLAIN, calls, kernel_chip
-from engine.platform import attached_chip
+from engine.llm import LLM
+from engine.platform import attached_chip, unknown_accelerator
 from models.kv_cache import init_cache, page_bytes, pool_shape
 from models.model import cache_specs
 from models.presets import preset
 from pallas_kernels.chips import CHIPS, chip, chip_of_device
 from pallas_kernels.paged_attention import choose
 from pallas_kernels.paged_attention.layout import default_page_size
+from tests.tiny import tiny_config, tiny_params
 
 V6E = chip("v6e")
 SMOLLM2 = preset("smollm2-135m")
@@ -27,7 +31,7 @@ def test_a_device_is_a_chip_only_under_its_exact_name():
     assert len(known) == sum(len(c.device_kinds) for c in CHIPS.values())
     for kind, name in known.items():
         assert chip_of_device(kind).name == name
-    for kind in ("cpu", "NVIDIA L40S", "NVIDIA H100 PCIe", "TPU v2", "TPU v60", "", "Interpreter"):
+    for kind in ("cpu", "NVIDIA L40", "NVIDIA H100 NVL", "TPU v2", "TPU v60", "", "Interpreter"):
         assert chip_of_device(kind) is None
 
 
@@ -90,6 +94,34 @@ def test_plain_xla_was_asked_for_or_is_the_fallback_with_its_reason():
     found, reason = kernel_chip(SMOLLM2, large, jnp.bfloat16, V6E)
     assert found is None
     assert "tpu: page table of 2048 slots x 128 pages is 1,048,576 bytes" in reason
+
+
+def test_an_accelerator_without_a_row_in_the_table_is_told(monkeypatch):
+    """It would run slowly with nobody knowing why."""
+    assert unknown_accelerator() is None
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 NVL")
+    monkeypatch.setattr("engine.platform.jax.devices", lambda: [device])
+    assert attached_chip() is None
+    unknown = unknown_accelerator()
+    assert unknown == "NVIDIA H100 NVL"
+    reason = "the chip table (pallas_kernels/chips.py) has no row for 'NVIDIA H100 NVL'"
+    where = SMOLLM2, sizes(), jnp.bfloat16, None
+    assert kernel_chip(*where, unknown=unknown) == (None, reason)
+    assert kernel_chip(*where, "xla", unknown=unknown) == (None, None)
+    with pytest.raises(ValueError, match="impl 'gpu_triton': the chip table"):
+        kernel_chip(*where, "gpu_triton", unknown=unknown)
+    device.device_kind = "NVIDIA H100 PCIe"
+    assert unknown_accelerator() is None
+
+
+def test_the_engine_warns_once_of_such_an_accelerator(monkeypatch):
+    monkeypatch.setattr("engine.engine_args.unknown_accelerator", lambda: "NVIDIA H100 NVL")
+    config = tiny_config()
+    with pytest.warns(
+        UserWarning, match="the chip table .* has no row for 'NVIDIA H100 NVL'"
+    ) as said:
+        LLM.from_params(config, tiny_params(config), max_num_seqs=2, max_model_len=64)
+    assert len(said) == 1
 
 
 def test_a_kernel_asked_for_by_name_is_refused_at_set_up():
