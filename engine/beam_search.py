@@ -15,17 +15,12 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.checks import check_flag, check_integer, check_kind, check_number, plain_integers
 from engine.dispatch import Choice, Fork
 from engine.engine import Engine
 from engine.interrupts import interrupts_held_back
 from engine.logprobs import NO_TOKEN, Logprobs
-from engine.sampling_params import (
-    SamplingParams,
-    check_flag,
-    check_integer,
-    check_number,
-    plain_integers,
-)
+from engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -233,8 +228,7 @@ def run(
 
 def _sampling(engine: Engine, params: BeamSearchParams) -> SamplingParams:
     """The request behind a search: as many choices as beams, which draw nothing and never stop."""
-    if not isinstance(params, BeamSearchParams):
-        raise TypeError(f"params must be BeamSearchParams, got {params!r}")
+    check_kind("params", params, BeamSearchParams, "BeamSearchParams")
     width, config = params.beam_width, engine.config
     for name, need, have in (
         ("max_num_seqs", width, config.max_num_seqs),

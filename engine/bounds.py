@@ -8,10 +8,11 @@ the arrays of `engine.state` and `engine.sampling_rows`, and can run to its end.
 from collections.abc import Sequence
 from numbers import Integral
 
+from engine.checks import check_integer, check_kind
 from engine.config import EngineConfig
 from engine.dispatch import Choice
-from engine.sampling_params import SamplingParams, check_integer
-from engine.sampling_rows import SamplingLimits, empty_rows, fill_row
+from engine.sampling_params import SamplingParams
+from engine.sampling_rows import RowFacts, SamplingLimits, empty_rows, fill_row
 from engine.state import NO_UID
 
 MAX_INT32 = 2**31 - 1
@@ -25,8 +26,10 @@ def check_request(
     *,
     priority: int = 0,
     salt: int = 0,
+    bad_word_ids: Sequence[Sequence[int]] = (),
 ) -> int:
-    """Tokens a request may reach; ValueError if it can never run."""
+    """Tokens a request may reach; ValueError if it can never run. `bad_word_ids` spell its
+    `params.bad_words`."""
     for name, value, low in (("priority", priority, -MAX_INT32 - 1), ("cache_salt", salt, 0)):
         whole = isinstance(value, Integral) and not isinstance(value, bool)
         if not whole or not low <= value <= MAX_INT32:
@@ -51,13 +54,13 @@ def check_request(
             f"{config.page_size}, the pool has {config.num_pages - 1}; use more pages, a "
             "shorter prompt or a smaller max_tokens"
         )
+    fill_row(empty_rows(1, limits), 0, params, RowFacts(0, 0, bad_word_ids), limits)
     return max_len
 
 
 def check_choice(config: EngineConfig, limits: SamplingLimits, choice: Choice) -> None:
     """A choice from a file: every field is one that an engine of these sizes could have sent."""
-    if not isinstance(choice.request_id, str):
-        raise TypeError(f"request_id must be a string, got {choice.request_id!r}")
+    check_kind("request_id", choice.request_id, str, "a string")
     for name in ("prompt_ids", "stop_ids"):
         ids = getattr(choice, name)
         if not isinstance(ids, list):
@@ -75,7 +78,9 @@ def check_choice(config: EngineConfig, limits: SamplingLimits, choice: Choice) -
     ):
         check_integer(name, value, low, high, "another value is not what was sent")
     max_len = check_request(
-        *(config, limits, choice.prompt_ids, params), priority=choice.priority, salt=choice.salt
+        *(config, limits, choice.prompt_ids, params),
+        priority=choice.priority,
+        salt=choice.salt,
+        bad_word_ids=facts.bad_word_ids,
     )
     check_integer("max_len", choice.max_len, max_len, max_len, "it follows from the settings")
-    fill_row(empty_rows(1, limits), 0, params, facts, limits)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.checks import check_kind
 from engine.choice_json import decode_choice, dumps, encode_choice
 from engine.dispatch import Choice, Sent, Snapshot
 from engine.engine import Engine
@@ -50,6 +51,7 @@ def save(
     `also` are requests that have ended but whose outputs somebody has yet to see; `note` is any
     JSON value. Both come back from `load`.
     """
+    check_kind("path", directory, str | Path, "a path")
     snapshot, now_s = engine.snapshot(), engine.clock()
     requests = dict(also or {}) | snapshot.requests
     host = {
@@ -78,6 +80,7 @@ def load(
     `accept` raises one: the caller's look at the requests. The engine's own cache is given up
     before the saved one is read: there may be no room for both.
     """
+    check_kind("path", directory, str | Path, "a path")
     directory = Path(directory).absolute()
     if engine.has_unfinished:
         raise ValueError("the engine has unfinished requests; load into one that is idle")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.sampling_params import check_flag, check_one_of, check_size
+from engine.checks import check_flag, check_one_of, check_size
 
 # (least, most) of each size: sums of them stay within 32 bits on the device. Page 0 is trash.
 SIZES = {

@@ -5,6 +5,7 @@ A request of `n` outputs is `n` choices. A `Dispatch` is all that one call of th
 from it as if it were the first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -55,6 +56,33 @@ class Choice:
     @property
     def times(self) -> RequestTimes:
         return RequestTimes(self.arrival_s, self.started_s, self.first_token_s, self.last_token_s)
+
+
+def new_choices(
+    params: SamplingParams,
+    uids: Sequence[int],
+    seed: int,
+    bad_word_ids: Sequence[Sequence[int]],
+    **shared: Any,
+) -> list[Choice]:
+    """The choices of one request, one per uid; those after the first share its prompt's pages.
+
+    `shared` are the fields of `Choice` that all have in common.
+    """
+    choices = [
+        Choice(
+            index=index,
+            uid=uid,
+            params=params,
+            facts=RowFacts(seed, index, bad_word_ids),
+            parent_uid=uids[0] if index else NO_UID,
+            **shared,
+        )
+        for index, uid in enumerate(uids)
+    ]
+    if params.prompt_logprobs is not None:  # asked once, whatever n
+        choices[0].prompt_scores = [None] * len(choices[0].prompt_ids)
+    return choices
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import POLICIES, SIZES, EngineConfig
-from engine.engine import Engine
-from engine.kernel_choice import kernel_chip
-from engine.memory import check_cache_fits, spare_memory_bytes
-from engine.network import NetworkModel
-from engine.platform import attached_chip, min_matmul_rows, unknown_accelerator
-from engine.recording import check_record_path
-from engine.sampling_params import (
+from engine.checks import (
     check_flag,
     check_integer,
     check_number,
@@ -20,6 +13,13 @@ from engine.sampling_params import (
     check_size,
     plain_integers,
 )
+from engine.config import POLICIES, SIZES, EngineConfig
+from engine.engine import Engine
+from engine.kernel_choice import kernel_chip
+from engine.memory import check_cache_fits, spare_memory_bytes
+from engine.network import NetworkModel
+from engine.platform import attached_chip, min_matmul_rows, unknown_accelerator
+from engine.recording import check_record_path
 from engine.sampling_rows import CAPACITIES, SamplingLimits
 from models.config import ModelConfig
 from models.kv_cache import CacheSpecs, init_cache, num_pages_for, page_bytes

@@ -1,6 +1,6 @@
 """`LLM`: the front door. A model by name, prompts in, texts out, one engine underneath."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +8,14 @@ from tqdm import tqdm
 
 from engine import beam_search, checkpoint
 from engine.beam_search import BeamSearchOutput, BeamSearchParams
-from engine.dispatch import Choice
+from engine.checks import check_flag, check_kind
 from engine.engine_args import EngineArgs, network_engine
 from engine.metrics import Metrics
 from engine.outputs import RequestOutput
 from engine.platform import enable_compilation_cache, resolve_dtype
-from engine.prompts import Prompt, as_list, conversation, token_ids
+from engine.prompts import Prompt, as_list, conversations, encoded, with_settings
 from engine.recording import FileRecorder
-from engine.sampling_params import SamplingParams, check_flag, check_kind
+from engine.sampling_params import SamplingParams
 from engine.sampling_rows import bad_word_ids_of
 from engine.text import RequestText
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -35,8 +35,8 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
-        tokenizer: str | None = None,
+        model: str | Path,
+        tokenizer: str | Path | None = None,
         *,
         dtype: str = "auto",
         compilation_cache: bool = True,
@@ -51,7 +51,7 @@ class LLM:
             enable_compilation_cache()
         path = resolve(model)
         loaded = load_tokenizer(path if tokenizer is None else resolve(tokenizer))
-        args.engine_config(read_config(path), weights_dtype)  # what is refused is refused here
+        args.engine_config(read_config(path), weights_dtype)  # refuses before weights are read
         config, params = load_model(path, weights_dtype)
         self._setup(config, params, loaded, args, str(model))
 
@@ -144,10 +144,7 @@ class LLM:
         """Answer one conversation or several; `template` goes to the chat template."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer with a chat template")
-        messages = conversation(messages)
-        several = not messages or not all(isinstance(m, Mapping) for m in messages)
-        conversations = [conversation(m) for m in messages] if several else [messages]
-        prompts = [self.tokenizer.encode_chat(m, **template) for m in conversations]
+        prompts = [self.tokenizer.encode_chat(m, **template) for m in conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def save_state(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -168,7 +165,8 @@ class LLM:
         choices, note = checkpoint.load(self.engine, path, accept=self._check_resumed)
         self._next_request = note["next_request"]
         self._open = {
-            id_: self._request(prompt, choices[id_]) for id_, prompt in note["prompts"].items()
+            id_: RequestText(prompt, choices[id_], self.tokenizer)
+            for id_, prompt in note["prompts"].items()
         }
         return Stream(self, dict(self._open))
 
@@ -205,35 +203,13 @@ class LLM:
         return self.engine.metrics()
 
     def _requests(self, prompts, sampling_params, priority) -> dict[str, "RequestText"]:
-        prompts = as_list(prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if not isinstance(sampling_params, Sequence):
-            raise TypeError(
-                f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}"
-            )
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; give one for "
-                "all or one each"
-            )
-        priority = [0] * len(prompts) if priority is None else priority
-        if not isinstance(priority, Iterable):
-            raise TypeError(
-                f"priority must be a list of integers, one per prompt, got {priority!r}"
-            )
-        priority = list(priority)
-        if len(priority) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(priority)} priorities")
         requests: dict[str, RequestText] = {}
         complete = False
         try:
-            for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            for i, asked in enumerate(with_settings(prompts, sampling_params, priority)):
                 request_id = self._request_id()
                 try:
-                    requests[request_id] = self._add(request_id, prompt, params, priority[i])
+                    requests[request_id] = self._add(request_id, *asked)
                 except ValueError as error:
                     raise ValueError(f"prompt {i}: {error}") from error
             complete = True
@@ -247,8 +223,7 @@ class LLM:
         return str(self._next_request - 1)
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int):
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        check_kind("sampling_params", params, SamplingParams, "SamplingParams")
         text, ids, salt = self._encode(prompt)
         if params.truncate_prompt_tokens is not None:
             keep = params.truncate_prompt_tokens
@@ -265,35 +240,14 @@ class LLM:
             request_id, ids, params, priority=priority, salt=salt, bad_word_ids=bad_words
         )
         try:
-            self._open[request_id] = self._request(text, choices)
+            self._open[request_id] = RequestText(text, choices, self.tokenizer)
         except BaseException:  # the tokenizer is the caller's, and may do anything
             self.engine.abort(request_id)
             raise
         return self._open[request_id]
 
-    def _request(self, prompt: str | None, choices: Sequence[Choice]) -> "RequestText":
-        return RequestText(prompt, choices, self.tokenizer)
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], int]:
-        """(text, ids, salt) of a text, token ids, or a mapping with `prompt` or
-        `prompt_token_ids` and optionally `cache_salt`."""
-        salt: Any = 0
-        if isinstance(prompt, Mapping):
-            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
-            if unknown or len(set(prompt) & {"prompt", "prompt_token_ids"}) != 1:
-                raise ValueError(
-                    "a prompt mapping holds prompt or prompt_token_ids, and optionally cache_salt; "
-                    f"got {', '.join(map(str, prompt))}"
-                )
-            salt = prompt.get("cache_salt", 0)
-            if "prompt_token_ids" in prompt:
-                return None, token_ids(prompt["prompt_token_ids"]), salt
-            prompt = prompt["prompt"]
-        if not isinstance(prompt, str):
-            return None, token_ids(prompt), salt
-        if self.tokenizer is None:
-            raise ValueError("text prompts need a tokenizer; give token ids")
-        return prompt, self.tokenizer.encode(prompt), salt
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], Any]:
+        return encoded(prompt, self.tokenizer.encode if self.tokenizer else None)
 
     # ---- serving -------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from engine.sampling_params import check_one_of
+from engine.checks import check_one_of
 from pallas_kernels.chips import Chip, chip_of_device
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

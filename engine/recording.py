@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from engine.bounds import MAX_INT32, check_choice
+from engine.checks import check_integer, check_kind
 from engine.choice_json import decode_request, dumps, encode_request
 from engine.commit import Emission
 from engine.config import EngineConfig
 from engine.dispatch import Dispatch, Fork
-from engine.sampling_params import check_integer, check_kind
 from engine.sampling_rows import SamplingLimits
 from engine.state import NO_TOKEN, NO_UID, REASONS
 

@@ -5,6 +5,7 @@ entries or rows. The host fills rows of numpy arrays, the device reads them.
 """
 
 import operator
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ import jax
 import numpy as np
 from flax import struct
 
-from engine.sampling_params import MAX_TOKEN_ID, SamplingParams, check_integer, check_size
+from engine.checks import check_integer, check_size
+from engine.sampling_params import MAX_TOKEN_ID, SamplingParams
 
 NO_ID = -1  # fills lists of token ids
 NO_LOGPROBS = -1
@@ -84,6 +86,13 @@ class RowFacts:
     seed: int
     choice: int = 0
     bad_word_ids: Sequence[Sequence[int]] = ()
+
+
+def drawn_seed(seed: int | None, count: int) -> int:
+    """For a request that brings none: of the engine's seed and of how many choices came before."""
+    if seed is None:
+        return secrets.randbits(32)
+    return int(np.random.SeedSequence([seed, count]).generate_state(1)[0])
 
 
 def empty_rows(count: int, limits: SamplingLimits) -> SamplingRows:

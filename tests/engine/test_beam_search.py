@@ -92,7 +92,7 @@ class Checked(Engine):
 
     def step(self, *, lockstep=False):
         news = super().step(lockstep=lockstep)
-        live = set(self._out) | set(self._aborts)
+        live = set(self._outbox.out) | set(self._outbox.aborts)
         check_invariants(self.config, self._state, live, may_hold=lockstep)
         used = self.config.num_pages - 1 - int(self._state.pool.num_free)
         self.most_pages = max(self.most_pages, used)
@@ -105,7 +105,7 @@ class Checked(Engine):
         ids = itertools.count()
         requests = [(list(prompt), 0) for prompt in prompts]
         found = dict(beam_search.run(self, requests, params, lambda: f"search {next(ids)}"))
-        if self._aborts:
+        if self._outbox.aborts:
             self.step()
         assert not self.has_unfinished
         return [found[i] for i in range(len(prompts))]
@@ -129,7 +129,7 @@ def engine_of(vocab=RULE_VOCAB, eos=(), config=CONFIG, max_logprobs=MAX_LOGPROBS
         eos_token_ids=eos,
         compiler_options=QUICK,
     )
-    engine._programs = _programs(config)
+    engine._programs.compiled = _programs(config)
     return engine
 
 

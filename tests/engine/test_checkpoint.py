@@ -46,7 +46,7 @@ def rule_engine(**settings) -> Engine:
     limits = SamplingLimits(vocab_size=RULE_VOCAB)
     cache = model.init_cache(config.num_pages)
     engine = Engine(config, model, None, cache, limits, rounds=3, compiler_options=QUICK)
-    engine._programs = programs(**settings)
+    engine._programs.compiled = programs(**settings)
     return engine
 
 
@@ -162,7 +162,7 @@ WHERE = [PROMPTS[6], PROMPTS[5], PROMPTS[6][:17], PROMPTS[3], PROMPTS[4], PROMPT
 
 def letters_llm(**settings) -> LLM:
     llm = LLM.from_params(CONFIG, PARAMS, Letters(), **DEFAULTS | SETTINGS | settings)
-    llm.engine._programs = programs(network="letters")
+    llm.engine._programs.compiled = programs(network="letters")
     return llm
 
 

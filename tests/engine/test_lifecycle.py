@@ -240,7 +240,7 @@ def test_stop_strings_are_not_resumed_without_a_tokenizer(tmp_path):
     next(stream)
     llm.save_state(tmp_path / "state")
     bare = LLM.from_params(CONFIG, PARAMS, **DEFAULTS | SETTINGS)
-    bare.engine._programs = programs(network="letters")
+    bare.engine._programs.compiled = programs(network="letters")
     with pytest.raises(ValueError, match="request 0 has stop strings, which need a tokenizer"):
         bare.resume(tmp_path / "state")
     assert not bare.engine.has_unfinished

@@ -292,12 +292,12 @@ def test_many_more_requests_than_slots():
 def test_b107_nothing_compiles_after_warm_up():
     llm = fresh_llm(**THREE_PROGRAMS)
     llm.engine.compile()
-    programs = dict(llm.engine._programs)
+    programs = dict(llm.engine._programs.compiled)
     assert set(programs) == {32, 64, 256}
     for count in (1, 3, 7):
         ask(llm, [PROMPTS[6]] * count, SamplingParams(max_tokens=3, seed=1, top_k=5, logprobs=2))
         ask(llm, PROMPTS[:count], greedy(3, frequency_penalty=0.5))
-    assert llm.engine._programs == programs
+    assert llm.engine._programs.compiled == programs
 
 
 @pytest.mark.parametrize("settings", [{}, ONE_ROW], ids=str)
@@ -307,7 +307,7 @@ def test_no_program_copies_the_cache(settings):
     cache = llm.engine._cache
     cache_bytes = sum(x.nbytes for x in cache.layers)
     shape = ",".join(map(str, cache.layers[0].shape))
-    for program in llm.engine._programs.values():
+    for program in llm.engine._programs.compiled.values():
         text = program.as_text()
         assert f"f32[{shape}]" in text
         assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", text)

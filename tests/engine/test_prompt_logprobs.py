@@ -134,7 +134,7 @@ def test_the_final_softcap_counts_and_no_logits_of_a_whole_pass_exist():
     llm = LLM.from_params(SOFTCAP, PARAMS, **DEFAULTS | {"max_num_batched_tokens": budget})
     prompt = (PROMPTS[6] * 2)[:50]  # two blocks of one pass
     assert_right(ask(llm, [prompt], 2)[0], prompt, 2, softcap=2.0)
-    for program in llm.engine._programs.values():
+    for program in llm.engine._programs.compiled.values():
         text = program.as_text()
         assert f"f32[32,{VOCAB}]" in text
         assert f"f32[{budget},{VOCAB}]" not in text

@@ -41,7 +41,7 @@ def recorded_rule_engine(path: Path, **settings) -> Engine:
         compiler_options=QUICK,
         recorder=recorder,
     )
-    engine._programs = programs(**settings)
+    engine._programs.compiled = programs(**settings)
     return engine
 
 

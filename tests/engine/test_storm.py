@@ -73,7 +73,7 @@ def test_b107_b48_a_storm_of_requests_compiles_nothing_and_leaves_nothing(tokeni
     llm = LLM.from_params(CONFIG, PARAMS, tokenizer, **DEFAULTS | THREE_PROGRAMS)
     llm.engine.compile()
     llm.generate("warm", SamplingParams(max_tokens=2), use_tqdm=False)
-    programs, compiled_s = dict(llm.engine._programs), llm.engine.compile_s
+    programs, compiled_s = dict(llm.engine._programs.compiled), llm.engine.compile_s
 
     rng = np.random.default_rng(0)
     used, reasons, streams, sent, dropped = set(), Counter(), [], 0, 0
@@ -100,7 +100,7 @@ def test_b107_b48_a_storm_of_requests_compiles_nothing_and_leaves_nothing(tokeni
                 streams.remove(stream)
         llm.generate("after", SamplingParams(max_tokens=2), use_tqdm=False)
     assert compiled == []
-    assert llm.engine._programs == programs
+    assert llm.engine._programs.compiled == programs
     assert set(programs) == set(llm.engine.config.program_budgets) == {32, 64, 256}
     assert llm.engine.compile_s == compiled_s
 
