@@ -3,12 +3,14 @@
 The cases are the named ones of `pallas_kernels/paged_attention/cases.py` at serving sizes: decode
 and verification of `--slots` sequences of `--context` keys, and a chunk of `--chunk` prompt tokens
 whose last one sees as many; on GPUs those of `kernel_cases.GPU_SERVING` come first. Every
-implementation that takes a case on the chip is timed, beside public kernels (`jax`, `cudnn`).
+implementation that takes a case on the chip is timed, beside public kernels (`jax`, `cudnn`); plain
+`xla` on a few of them.
 
 The bound is the larger of moving every visible key and value, the queries and the outputs once at
 the published bandwidth, and the visible part of both matmuls at the published rate; `share of copy`
 compares with a plain copy measured in the same run. A case is one JSON line as soon as it is
-measured, and the last line holds them all.
+measured, and the last line holds them all. No case begins that would end after `--seconds`, going
+by the longest one so far; a line `not_run` names those.
 
     python scripts/bench_kernels.py --target gpu
 """
@@ -24,8 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
-from kernel_cases import ServingCase, bound_s, bytes_of, flops_of, serving_cases
+from kernel_cases import ServingCase, bound_s, bytes_of, flops_of, serving_cases, spec_of
 from kernel_runs import Run, cudnn_run, jax_gpu_run, jax_tpu_run, our_kernel, paged_run
 from machine_facts import machine_facts
 from tqdm import tqdm
@@ -40,15 +41,15 @@ from pallas_kernels.paged_attention import (
     refusals,
     tpu,
 )
-from pallas_kernels.paged_attention.layout import default_page_size, lanes_of, pages_shape
-from pallas_kernels.paged_attention.spec import KernelSpec, check
+from pallas_kernels.paged_attention.layout import default_page_size
 
 ROTATED = 10  # times the chip's fast memory
 TURNS = (2, 16)  # page tables, at least and at most
 TIMING_S = 0.03  # so long that what the host adds is nothing beside it
 MOST_CALLS = 4096
 NOT_TIMED = "reference"
-SLOW = "xla"  # whose timing is one step, where kernels make more calls
+SLOW = "xla"  # whose timing is one step, where kernels make more calls, and of these cases only
+SLOW_CASES = ("gqa_64_8_b64_4k", "llama_3_1_8b_decode", "llama_3_1_8b_chunk")
 
 
 @dataclass(frozen=True)
@@ -79,38 +80,31 @@ KINDS = {
 }
 
 
-def spec_of(case: ServingCase, each: Chip) -> KernelSpec:
-    """What the implementations decide on."""
-    slots = len(case.q_lens)
-    columns = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
-    heads = (case.num_kv_heads, case.head_dim)
-    shape = pages_shape(2 * sum(columns) + 1, case.page_size, *heads, lanes_of(each))
-    array, ints = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((slots,), jnp.int32)
-    narrow = jnp.dtype(case.kv_dtype).itemsize == 1
-    return check(
-        array((sum(case.q_lens), case.num_heads, case.head_dim), case.dtype),
-        array(shape, case.kv_dtype),
-        array((slots, max(columns)), jnp.int32),
-        *(ints,) * 3,
-        scale=case.scale,
-        max_q_len=max(case.q_lens),
-        window=case.window,
-        softcap=case.softcap,
-        sinks_N=array((case.num_heads,), jnp.float32) if case.sinks else None,
-        kv_scale_2K=array((2, case.num_kv_heads), jnp.float32) if narrow else None,
-    )
+def turns_of(case: ServingCase, kind: Kind, each: Chip) -> int:
+    """Page tables over so many keys that none is in fast memory when its turn comes again."""
+    enough = ROTATED * kind.fast_memory_bytes(each) // bytes_of(case) + 1
+    return max(TURNS[0], min(TURNS[1], enough))
 
 
 def runs_of(
-    case: ServingCase, kind: Kind, each: Chip, turns: int, calls: int, interpret: bool
+    case: ServingCase,
+    kind: Kind,
+    each: Chip,
+    turns: int,
+    calls: int,
+    reasons: dict[str, str | None] | None,
 ) -> Iterator[tuple[str, Callable[[], Run | None]]]:
-    """Name and maker of every run of a case: ours, then the public kernels'."""
-    if interpret:
+    """Name and maker of every run of a case: ours, then the public kernels'.
+
+    reasons   why an implementation does not take the case, or None; None: interpret one
+    """
+    if reasons is None:
         name, attend, _ = kind.interpreted
         yield name, lambda: paged_run(case, turns, calls, *our_kernel(case, each, attend))
         return
-    for name, reason in refusals(spec_of(case, each), each).items():
-        if reason is None and name != NOT_TIMED:
+    for name, reason in reasons.items():
+        left_out = name == NOT_TIMED or (name == SLOW and case.name not in SLOW_CASES)
+        if reason is None and not left_out:
             attend = partial(ragged_paged_attention, impl=name)
             count = turns if name == SLOW else calls
             yield name, partial(paged_run, case, turns, count, *our_kernel(case, each, attend))
@@ -131,13 +125,13 @@ def measure(measured: Run, repeats: int) -> list[float]:
 
 def bench(case: ServingCase, kind: Kind, each: Chip, copy_bytes_per_s: float, args) -> dict:
     """The row of one case; a kernel that cannot be compiled or run is told among `failed`."""
-    enough = ROTATED * kind.fast_memory_bytes(each) // bytes_of(case) + 1
-    turns = 2 if args.interpret else max(TURNS[0], min(TURNS[1], enough))
+    turns = 2 if args.interpret else turns_of(case, kind, each)
+    reasons = None if args.interpret else refusals(spec_of(case, each, turns), each)
     bound = bound_s(case, each)
     wanted = args.calls or min(MOST_CALLS, math.ceil(TIMING_S / bound))
     calls = turns if args.interpret else max(turns, wanted)
     kernels, failed = {}, {}
-    for name, make in runs_of(case, kind, each, turns, calls, args.interpret):
+    for name, make in runs_of(case, kind, each, turns, calls, reasons):
         try:
             made = make()
             times_s = measure(made, args.repeats) if made else None
@@ -155,7 +149,6 @@ def bench(case: ServingCase, kind: Kind, each: Chip, copy_bytes_per_s: float, ar
             "share_of_peak": moved / median_s / each.device_hbm_bytes_per_s,
             "share_of_copy": moved / median_s / copy_bytes_per_s,
         }
-    refused = {} if args.interpret else refusals(spec_of(case, each), each)
     return {
         "case": case.name,
         "slots": len(case.q_lens),
@@ -169,7 +162,7 @@ def bench(case: ServingCase, kind: Kind, each: Chip, copy_bytes_per_s: float, ar
         "bound_us": bound * 1e6,
         "kernels": kernels,
         "failed": failed,
-        "refused": {name: reason for name, reason in refused.items() if reason},
+        "refused": {name: reason for name, reason in (reasons or {}).items() if reason},
     }
 
 
@@ -185,6 +178,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--calls", type=int, help="per timing; default: 30 ms of them at the bound")
     parser.add_argument("--repeats", type=int, default=9, help="timings per case")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="time for all cases; default: no limit"
+    )
     parser.add_argument(
         "--interpret",
         action="store_true",
@@ -241,6 +237,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 def main() -> None:
+    start = time.perf_counter()
     args = parse_args()
     kind, each = resolve(args)
     cases = cases_for(args, each)
@@ -256,12 +253,19 @@ def main() -> None:
         "repeats": args.repeats,
     }
     print(json.dumps(facts), flush=True)
-    rows = []
+    rows, not_run, longest_s = [], [], 0.0
     for case in tqdm(cases, desc="cases", file=sys.stderr):
+        begin = time.perf_counter()
+        if begin - start + longest_s > args.seconds:
+            not_run.append(case.name)
+            continue
         rows.append(bench(case, kind, each, copy_bytes_per_s, args))
         print(json.dumps(rows[-1]), flush=True)
+        longest_s = max(longest_s, time.perf_counter() - begin)
+    if not_run:
+        print(json.dumps({"not_run": not_run}))
     print_table(rows)
-    print(json.dumps(facts | {"rows": rows}))
+    print(json.dumps(facts | {"rows": rows, "not_run": not_run}))
 
 
 if __name__ == "__main__":

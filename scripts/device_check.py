@@ -5,9 +5,11 @@ Parts, each a process with a time limit of its own, in this order:
   attention   bandwidth of the kernels at serving sizes, beside public kernels and a plain copy
   decode      an 8B model with random weights through the engine, at batch 1, 8 and 64
 
-A part prints a JSON line as soon as it has a result, so that one which fails or runs out of time
-loses only what is left of it. `device_CHIP_DATE.json` holds everything, `.md` the tables. Exit
-code: 0 if all parts ended well, 1 if not, 2 where no accelerator of the chip table is attached.
+The first two are told their limit, begin nothing that would end after it and name what they left
+out, the least telling ones, as `not_run`. A part prints a JSON line as soon as it has a result, so
+that one which fails or runs out of time loses only what is left of it. `device_CHIP_DATE.json`
+holds everything, `.md` the tables. Exit code: 0 if all parts ended well, 1 if not, 2 where no
+accelerator of the chip table is attached.
 `scripts/device_check.sh` finds a Python to run this with.
 
 This process never touches the device: an accelerator's memory belongs to one process at a time.
@@ -29,14 +31,15 @@ from device_report import markdown
 from pallas_kernels.chips import Chip, chip_of_device
 
 ROOT = Path(__file__).parent.parent
-FACTS_LIMIT_S = 60
+FACTS_LIMIT_S = 40
+SPARE_S = 20  # of a part's limit, for what its own clock does not see: starting and ending
 TAIL = 2000  # characters of a failed part's log that the report keeps
 
 
 @dataclass(frozen=True)
 class Part:
-    """`arguments` after the Python; of them `{kind}` is gpu or tpu. `rehearsal` replaces those
-    after the script or module, for a run at toy size on a CPU."""
+    """`arguments` after the program; of them `{kind}` is gpu or tpu, `{seconds}` what the part may
+    spend. `rehearsal` replaces them, for a run at toy size on a CPU."""
 
     name: str
     limit_s: float
@@ -48,16 +51,16 @@ class Part:
 PARTS = (
     Part(
         "kernels",
-        170,
+        150,
         ("-m", "tests.pallas_kernels.on_device"),
-        (),
+        ("--seconds", "{seconds:g}"),
         ("--interpret", "--only", "phi_3_mini_decode bfloat16"),
     ),
     Part(
         "attention",
-        190,
+        200,
         ("scripts/bench_kernels.py", "--target"),
-        ("{kind}",),
+        ("{kind}", "--seconds", "{seconds:g}"),
         (
             *("gpu", "--interpret", "--only", "qwen_2_5_0_5b_decode", "--slots", "2"),
             *("--context", "32", "--chunk", "16", "--page-size", "16", "--repeats", "1"),
@@ -65,7 +68,7 @@ PARTS = (
     ),
     Part(
         "decode",
-        170,
+        150,
         ("scripts/bench_device_decode.py", "--model"),
         ("llama-3.1-8b",),
         (
@@ -73,7 +76,7 @@ PARTS = (
             *("--prompt-tokens", "8", "--new-tokens", "2", "10", "--repeats", "1"),
         ),
     ),
-)  # together with the facts below 10 minutes
+)  # together with the facts 9 minutes
 
 
 def call(arguments: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
@@ -109,20 +112,25 @@ def json_lines(text: str) -> list[dict]:
     return found
 
 
+def last_line(text: str) -> str:
+    return next(reversed(text.strip().splitlines()), "it printed nothing")
+
+
 def run_part(part: Part, kind: str, limit_s: float, rehearse: bool) -> dict:
     """What the report holds of a part; `rows` are its JSON lines but the summary at the end."""
-    chosen = part.rehearsal if rehearse else (a.format(kind=kind) for a in part.arguments)
+    facts = {"kind": kind, "seconds": max(0, limit_s - SPARE_S)}
+    chosen = part.rehearsal if rehearse else (a.format(**facts) for a in part.arguments)
     arguments = (*part.program, *chosen)
     start = time.perf_counter()
     code, out, err = call(arguments, limit_s)
     rows = [line for line in json_lines(out) if "rows" not in line]
-    reason = None
+    not_run = [name for row in rows for name in row.get("not_run", ())]
+    reason = f"{len(not_run)} not run for lack of time" if not_run else None
     if code is None:
         reason = f"stopped after {limit_s:g} s; what it had found by then is here"
     elif code:
-        last = err.strip().splitlines()[-1:] or ["it printed nothing"]
-        failed = [row["check"] for row in rows if row.get("ok") is False]
-        reason = f"{len(failed)} checks failed" if failed else f"exit code {code}: {last[0]}"
+        failed = sum(row.get("ok") is False for row in rows)
+        reason = f"{failed} checks failed" if failed else f"exit code {code}: {last_line(err)}"
     return {
         "name": part.name,
         "command": " ".join(("python", *arguments)),
@@ -140,7 +148,7 @@ def machine() -> dict:
     if code is None:
         raise TimeoutError(f"jax did not find its devices within {FACTS_LIMIT_S} s")
     if code:
-        raise OSError(f"jax finds no device: {err.strip().splitlines()[-1]}")
+        raise OSError(f"jax finds no device: exit code {code}: {last_line(err)}")
     return json_lines(out)[-1]
 
 

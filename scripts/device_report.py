@@ -22,6 +22,7 @@ def percent(share: float | None) -> str:
 def checks(rows: list[dict]) -> str:
     """Per implementation what was checked, and each check that failed."""
     lines = []
+    rows = [row for row in rows if "check" in row]
     for impl in dict.fromkeys(row["impl"] for row in rows):
         mine = [row for row in rows if row["impl"] == impl]
         refused = sum("refused" in row for row in mine)
@@ -91,16 +92,19 @@ def markdown(report: dict) -> str:
     rows, peak = [row for part in report["parts"] for row in part["rows"]], report["peak_gb_per_s"]
     copies = [row["copy_gb_per_s"] for row in rows if "copy_gb_per_s" in row]
     facts = [
-        f"jax {report['jax']}, Python {report['python']}, commit {report['commit']}",
+        f"jax {report['jax']}, Python {report['python']}",
+        f"commit {report['commit']}" if report["commit"] else "",
         f"memory {peak:.0f} GB/s as published" if peak else "",
         f"copy {max(copies):.0f} GB/s in the same run" if copies else "",
     ]
     pieces = [
         f"# {report['device']}, {report['date']}, {report['label']}\n",
         "; ".join(filter(None, facts)) + ".\n",
-        table(("part", "ended well", "seconds", "why not"), parts),
+        table(("part", "ended well", "seconds", "what is missing"), parts),
     ]
     for part in report["parts"]:
         if body := TABLES[part["name"]](part["rows"]):
             pieces += [f"## {part['name']}\n", f"`{part['command']}`\n", body]
+            not_run = [name for row in part["rows"] for name in row.get("not_run", ())]
+            pieces += [f"Not run for lack of time: {', '.join(not_run)}.\n"] if not_run else []
     return "\n".join(pieces)

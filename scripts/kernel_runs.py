@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_tpu_attention
-from kernel_cases import ServingCase
+from kernel_cases import ServingCase, pool_pages, slot_pages
 
 from pallas_kernels.chips import Chip
 from pallas_kernels.paged_attention.layout import lanes_of, pages_shape
@@ -54,12 +54,12 @@ def random_pages(shape: tuple[int, ...], dtype: str, axis: int = 0, seed: int = 
 
 def page_tables(case: ServingCase, turns: int) -> tuple[np.ndarray, int]:
     """table_USM, in which every page stands once, and the number of pages with the trash page."""
-    used_S = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
+    used_S = slot_pages(case)
     table_USM = np.zeros((turns, len(used_S), max(used_S)), np.int32)
     used_USM = np.broadcast_to(np.arange(max(used_S)) < np.array(used_S)[:, None], table_USM.shape)
-    num_used = turns * sum(used_S)
-    table_USM[used_USM] = np.random.default_rng(0).permutation(num_used) + 1
-    return table_USM, num_used + 1
+    num_pages = pool_pages(case, turns)
+    table_USM[used_USM] = np.random.default_rng(0).permutation(num_pages - 1) + 1
+    return table_USM, num_pages
 
 
 def queries(case: ServingCase) -> jax.Array:
@@ -141,15 +141,20 @@ def jax_gpu_run(case: ServingCase, turns: int, calls: int) -> Run | None:
 
     8-bit pages have a scale per position, as that kernel wants them.
     """
-    columns = max(-(-kv_len // case.page_size) for kv_len in case.kv_lens)
+    columns = max(slot_pages(case))
     whole = columns % YARDSTICK_SPLITS == 0 and (columns & (columns - 1)) == 0
     if not _plain_decode(case) or not whole or (case.head_dim & (case.head_dim - 1)):
         return None
-    narrow = jnp.dtype(case.kv_dtype).itemsize == 1
+    itemsize = jnp.dtype(case.kv_dtype).itemsize
+    values = pool_pages(case, turns) * case.num_kv_heads * case.page_size * case.head_dim
+    # Up to 2^32 bytes Pallas' Triton backend counts values in 32 bits, signed: further ones are
+    # read elsewhere, or nowhere, after which the process can use the GPU no more.
+    if values > 1 << 31 and values * itemsize <= 1 << 32:
+        return None
 
     def make_pools(pages: int) -> tuple:
         k_pages, v_pages = _separate_pools(case, pages)
-        scales = jnp.full(k_pages.shape[:3], SCALE) if narrow else None
+        scales = jnp.full(k_pages.shape[:3], SCALE) if itemsize == 1 else None
         return k_pages, v_pages, scales
 
     def call(q_TNH, pools, table_SM, slot_arrays):

@@ -2,20 +2,25 @@
 
     PYTHONPATH=. python -m tests.pallas_kernels.on_device
 
-Every implementation of that kind of chip computes the named cases, narrow pages, long sequences
-that are split, drawn lengths and a pool beyond 2^31 values. A check is one JSON line: its `excess`
-is the largest error in units of the contract's tolerance, infinite if any number is not finite, and
-must be at most 1; where bits must agree it is 0 or infinite. What an implementation does not take
-is told in `refused`. The exit code is 1 if a check fails. pytest is not needed.
+Every implementation of that kind of chip computes long sequences, splits, drawn lengths, the named
+cases, narrow pages and a pool beyond 2^31 values: what serving uses first, in bfloat16. A check is
+one JSON line: its `excess` is the largest error in units of the contract's tolerance, infinite if
+any number is not finite, and must be at most 1; where bits must agree it is 0 or infinite. What an
+implementation does not take is told in `refused`. No check begins that would end after `--seconds`,
+going by the longest one so far; a line `not_run` names those. The exit code is 1 if a check fails.
+pytest is not needed.
 """
 
 import argparse
 import functools
 import json
+import math
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +30,18 @@ from engine.cli import run
 from engine.platform import attached_chip
 from pallas_kernels.cache_update import update_cache
 from pallas_kernels.chips import Chip, chip
-from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, gpu_mosaic_sizes, gpu_triton_sizes
 from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, Inputs, make_inputs
-from pallas_kernels.paged_attention.gpu_triton_sizes import Sizes
 from pallas_kernels.paged_attention.layout import lanes_of, pages_shape, write_pages
-from pallas_kernels.paged_attention.spec import check
+from pallas_kernels.paged_attention.spec import KernelSpec, check
 from tests.pallas_kernels.paged_attention.attention_oracle import excess
+from tests.pallas_kernels.paged_attention.drawn import ROWS, SLOTS, drawn_inputs
 from tests.pallas_kernels.paged_attention.tpu_runs import packed
 
 LONG = Case("long", 8, 2, 128, 16, (1, 1, 0, 1, 4, 16), (8192, 5000, 0, 1, 513, 4096))
-SPLIT = Case("split", 6, 2, 64, 16, (1, 1, 3, 0, 2), (256, 1, 148, 0, 130), sinks=True)
+# At most 17 blocks of 64 keys.
+SPLIT = Case("split", 6, 2, 64, 16, (1, 1, 3, 0, 2), (1040, 1, 300, 0, 130), sinks=True)
+PARTS = (1, 2, 3, 5, 16, 32)
 PLAIN = Case("plain", 8, 2, 128, 16, (1, 9, 1), (130, 140, 5), window=33)
 NARROW = (
     ("int8", "bfloat16"),
@@ -46,7 +53,7 @@ DRAWN = {
     "drawn": (16, 8, 2, 64, None, None, False),
     "drawn_all": (16, 9, 3, 128, 7, 3.0, True),
 }
-DRAWS = 12
+DRAWS, DRAWN_KEYS = 12, 200  # keys of a slot at most: a few blocks
 LARGE_VALUES = 1 << 31
 
 
@@ -57,16 +64,20 @@ class Refused(Exception):  # noqa: N818
 class Kernel:
     """One implementation on one chip, or interpreted for it."""
 
-    def __init__(self, name: str, each: Chip, interpret: bool):
+    def __init__(self, name: str, each: Chip, interpret: Any = False):
+        """`interpret` is what the implementation takes: a flag or Pallas' parameters."""
         self.name, self.chip = name, each
-        how = {"interpret": True} if interpret else {}
+        how = {"interpret": interpret} if interpret else {}
         self.attend = jax.jit(
             functools.partial(IMPLEMENTATIONS[name].attend, chip=each, **how),
             static_argnames=("scale", "max_q_len", "window", "softcap", "sizes"),
         )
 
-    def __call__(self, case: Case, inputs: Inputs, kv_scale_2K=None, max_q_len=None, **sizes):
-        """Output and the call's spec; Refused if the implementation does not take it."""
+    def __call__(
+        self, case: Case, inputs: Inputs, kv_scale_2K=None, max_q_len=None, sizes_of=None
+    ) -> tuple[np.ndarray, KernelSpec]:
+        """Output and the call's spec, from which `sizes_of` makes sizes; Refused if the
+        implementation does not take it."""
         *arrays, sinks_N = inputs
         arrays[1] = packed(arrays[1], lanes_of(self.chip))
         static = {
@@ -79,6 +90,7 @@ class Kernel:
         spec = check(*arrays, **static, **per_head)
         if reason := IMPLEMENTATIONS[self.name].supports(spec, self.chip):
             raise Refused(reason)
+        sizes = {"sizes": sizes_of(spec)} if sizes_of else {}
         return np.asarray(self.attend(*arrays, **static, **per_head, **sizes)), spec
 
     def excess(self, case: Case, inputs: Inputs, **rest) -> float:
@@ -114,22 +126,30 @@ def narrow(kernel: Kernel, kv_dtype: str, q_dtype: str) -> float:
 
 
 def split(kernel: Kernel) -> float:
-    """One to more parts than blocks; only the Triton kernels are told how many."""
-    if kernel.name != "gpu_triton":
-        raise Refused("sizes are the kernel's own")
-    inputs = make_inputs(SPLIT)
-    sizes = (Sizes(3, 16, 16, parts, 1, programs=4) for parts in (1, 2, 3, 5, 16, 32))
-    return max(kernel.excess(SPLIT, inputs, sizes=(each,)) for each in sizes)
+    """One to more parts than blocks."""
+    if kernel.chip.kind != "gpu":
+        raise Refused("does not split")
+    inputs = make_inputs(SPLIT, dtype="bfloat16")
+
+    def sizes_of(spec: KernelSpec, parts: int):
+        if kernel.name == "gpu_mosaic":
+            sizes = gpu_mosaic_sizes.default_sizes(spec, kernel.chip)
+            return replace(sizes, parts=parts, part_keys=sizes.keys)
+        (few,) = gpu_triton_sizes.default_sizes(spec, kernel.chip)
+        return (replace(few, parts=parts, part_keys=few.keys),)
+
+    return max(
+        kernel.excess(SPLIT, inputs, sizes_of=functools.partial(sizes_of, parts=parts))
+        for parts in PARTS
+    )
 
 
 def drawn(kernel: Kernel, name: str) -> float:
-    from tests.pallas_kernels.paged_attention.drawn import LENGTH, ROWS, SLOTS, drawn_inputs
-
     rng, worst = np.random.default_rng(0), 0.0
     for seed in range(DRAWS):
-        q_lens = np.minimum(rng.integers(0, 1 + ROWS // SLOTS, SLOTS), LENGTH)
-        slots = [(int(q_len), int(rng.integers(q_len, LENGTH + 1))) for q_len in q_lens]
-        case, inputs = drawn_inputs(name, DRAWN[name], slots, seed)
+        q_lens = rng.integers(0, 1 + ROWS // SLOTS, SLOTS)
+        slots = [(int(q_len), int(rng.integers(q_len, DRAWN_KEYS + 1))) for q_len in q_lens]
+        case, inputs = drawn_inputs(name, DRAWN[name], slots, seed, DRAWN_KEYS, "bfloat16")
         worst = max(worst, kernel.excess(case, inputs, max_q_len=ROWS))
     return worst
 
@@ -185,28 +205,28 @@ def cache_written(each: Chip) -> float:
 
 def checks(each: Chip, interpret: bool) -> Iterator[tuple[str, str, Callable[[], float]]]:
     """Name, implementation and function of every check, the most telling ones first."""
-    kinds = ("gpu_triton",) if interpret else IMPLEMENTATIONS
-    kernels = [Kernel(n, each, interpret) for n in kinds if n.startswith(each.kind)]
-    for kernel in kernels:
+    names = ("gpu_triton",) if interpret else IMPLEMENTATIONS
+    kernels = [Kernel(n, each, interpret) for n in names if n.startswith(each.kind)]
 
-        def of(name, function, *arguments, kernel=kernel):
-            return name, kernel.name, functools.partial(function, kernel, *arguments)
+    def of_each(name: str, function: Callable[..., float], *arguments):
+        for kernel in kernels:
+            yield name, kernel.name, functools.partial(function, kernel, *arguments)
 
-        for case in CASES:
-            yield of(f"{case.name} bfloat16", named, case, "bfloat16")
-        yield of("long bfloat16", named, LONG, "bfloat16")
-        for kv_dtype, q_dtype in NARROW:
-            yield of(f"narrow {kv_dtype}", narrow, kv_dtype, q_dtype)
-        yield of("poison", poison)
-        yield of("neighbours", neighbours)
-        for name in DRAWN:
-            yield of(name, drawn, name)
-        yield of("split", split)
-        for dtype in ("float32", "float16"):
-            for case in (*CASES[::4], LONG):
-                yield of(f"{case.name} {dtype}", named, case, dtype)
-        yield of("large pool", large_pool)
+    yield from of_each("long bfloat16", named, LONG, "bfloat16")
+    yield from of_each("split", split)
+    for name in DRAWN:
+        yield from of_each(name, drawn, name)
+    yield from of_each("poison", poison)
+    yield from of_each("neighbours", neighbours)
+    for case in CASES:
+        yield from of_each(f"{case.name} bfloat16", named, case, "bfloat16")
+    for kv_dtype, q_dtype in NARROW:
+        yield from of_each(f"narrow {kv_dtype}", narrow, kv_dtype, q_dtype)
     yield "cache written", "update_cache", functools.partial(cache_written, each)
+    yield from of_each("large pool", large_pool)
+    for dtype in ("float16", "float32"):
+        for case in (*CASES[::4], LONG):
+            yield from of_each(f"{case.name} {dtype}", named, case, dtype)
 
 
 def report_of(name: str, impl: str, function: Callable[[], float]) -> dict:
@@ -223,8 +243,12 @@ def report_of(name: str, impl: str, function: Callable[[], float]) -> dict:
 
 
 def main() -> None:
+    start = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="checks whose name contains this")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="time for all checks; default: no limit"
+    )
     parser.add_argument(
         "--interpret", action="store_true", help="on the CPU, as an H100: for tests"
     )
@@ -233,12 +257,19 @@ def main() -> None:
     if each is None:
         kind = jax.devices()[0].device_kind
         raise ValueError(f"no GPU or TPU of the chip table is attached but {kind!r}")
-    failed = 0
+    failed, not_run, longest_s = 0, [], 0.0
     for name, impl, function in checks(each, args.interpret):
-        if args.only in name:
-            row = report_of(name, impl, function)
-            failed += not row["ok"]
-            print(json.dumps(row), flush=True)
+        if args.only not in name:
+            continue
+        if time.perf_counter() - start + longest_s > args.seconds:
+            not_run.append(f"{name} ({impl})")
+            continue
+        row = report_of(name, impl, function)
+        print(json.dumps(row), flush=True)
+        failed += not row["ok"]
+        longest_s = max(longest_s, row["seconds"])
+    if not_run:
+        print(json.dumps({"not_run": not_run}))
     sys.exit(1 if failed else 0)
 
 

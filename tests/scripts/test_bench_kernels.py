@@ -85,9 +85,32 @@ def test_the_sizes_of_gpus_are_measured_first_and_their_kernels_take_all_of_them
     cases = sizes.serving_cases("gpu", 64, 4096, 512, 16)
     assert cases[: len(sizes.GPU_SERVING)] == sizes.GPU_SERVING
     assert len(sizes.serving_cases("tpu", 64, 4096, 512, 64)) == len(CASES)
+    h200 = chip("h200")
     for case in cases:
-        reasons = refusals(bench.spec_of(case, chip("h200")), chip("h200"))
+        tables = bench.turns_of(case, bench.KINDS["gpu"], h200)
+        spec = sizes.spec_of(case, h200, tables)
+        table_USM, num_pages = runs.page_tables(case, tables)
+        assert (spec.num_pages, spec.pages_per_slot) == (num_pages, table_USM.shape[2])
+        reasons = refusals(spec, h200)
         assert reasons["gpu_triton"] is None, (case.name, reasons)
+
+
+def test_keys_of_other_page_tables_are_ten_times_the_fast_memory():
+    h200 = chip("h200")  # 50 MiB of cache
+    counts = {
+        case.name: bench.turns_of(case, bench.KINDS["gpu"], h200) for case in sizes.GPU_SERVING
+    }
+    assert counts["gqa_64_8_b64_4k"] == 2  # 1 GiB each
+    assert counts["gqa_64_8_b1_16k"] == 8  # 64 MiB each
+    assert counts["gqa_64_8_b8_16k"] == 2  # 512 MiB each
+
+
+def test_ragged_lengths_are_in_no_order():
+    assert sum(sizes.RAGGED) // 64 == 6055
+    assert (min(sizes.RAGGED), max(sizes.RAGGED)) == (128, 32_768)
+    # A sorted list has no fall or 63; of a permutation 31.5 are expected, with variance 65 / 12.
+    falls = sum(a > b for a, b in zip(sizes.RAGGED, sizes.RAGGED[1:], strict=False))
+    assert 25 <= falls <= 38
 
 
 def test_yardsticks_take_only_what_they_can(monkeypatch):
@@ -111,12 +134,25 @@ def test_yardsticks_take_only_what_they_can(monkeypatch):
             "b64_4k_page_64",
             "b8_16k",
             "b1_16k",
+            "b64_16k_page_64",
         )
     ]
-    narrow = [f"gqa_64_8_{name}" for name in ("b64_4k_fp8", "b64_4k_int8", "b64_16k_fp8")]
+    narrow = [f"gqa_64_8_{name}" for name in ("b64_4k_fp8", "b64_4k_int8")]
     small = ["smollm2_135m_decode", "qwen_2_5_0_5b_decode"]
     assert sorted(by_gpu) == sorted([*gqa, *narrow, "llama_3_1_8b_decode", *small])
     assert sorted(by_tpu) == sorted([*gqa, "llama_3_1_8b_decode", "odd"])
+
+
+def test_jaxs_gpu_kernel_gets_no_pool_that_it_cannot_count(monkeypatch):
+    """2^31 values per pool; with more it counts in 64 bits where they take over 2^32 bytes."""
+    monkeypatch.setattr(runs, "paged_run", lambda *_: True)
+    cases = {case.name.removeprefix("gqa_64_8_"): case for case in sizes.GPU_SERVING}
+    fp8, wide = cases["b64_16k_fp8"], cases["b64_16k"]
+    assert sizes.pool_pages(fp8, 2) * 16 * 8 * 128 == (1 << 31) + 16 * 8 * 128
+    assert runs.jax_gpu_run(fp8, 2, 2) is None
+    assert runs.jax_gpu_run(fp8, 1, 2)  # 2^30 values
+    assert runs.jax_gpu_run(wide, 2, 2)  # as many values, of twice the bytes
+    assert runs.jax_gpu_run(fp8, 5, 2)  # over 2^32 bytes
 
 
 def test_the_timed_loop_is_attention_over_each_page_table_in_turn():
@@ -155,6 +191,7 @@ def test_public_kernels_get_the_same_keys_and_the_row_tells_what_failed(monkeypa
     def raises(case, turns, calls):
         raise NotImplementedError("no such device")
 
+    monkeypatch.setattr(bench, "SLOW_CASES", ("gpt_2_prefill",))
     kind = replace(bench.KINDS["gpu"], yardsticks={"broken": raises, "picky": lambda *_: None})
     monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--target", "gpu", "--repeats", "1"])
     args = bench.parse_args()
@@ -167,6 +204,29 @@ def test_public_kernels_get_the_same_keys_and_the_row_tells_what_failed(monkeypa
     assert row["refused"] == {"gpu_triton": "no GPU"}
     bench.print_table([row])
     assert "broken" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "SLOW_CASES", ())
+    assert bench.bench(case, kind, replace(chip("h100"), l2_bytes=0), 1e10, args)["kernels"] == {}
+
+
+def test_cases_that_would_end_too_late_are_named_and_not_begun(monkeypatch, capsys):
+    now_s = [0.0]
+
+    def bench_case(case, *_):
+        now_s[0] += 4
+        return {"case": case.name, "kernels": {}, "failed": {}}
+
+    monkeypatch.setattr(bench, "bench", bench_case)
+    monkeypatch.setattr(bench, "measure_copy_bandwidth", lambda _: 1e12)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now_s[0])
+    arguments = ["--target", "gpu", "--interpret", "--only", "b64_4k", "--seconds", "9"]
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *arguments])
+    bench.main()
+    lines = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    first, second, third, *left = (c.name for c in sizes.GPU_SERVING if "b64_4k" in c.name)
+    assert [line["case"] for line in lines[1:3]] == [first, second]
+    assert lines[3] == {"not_run": [third, *left]}
+    assert lines[-1]["not_run"] == [third, *left]
+    assert [row["case"] for row in lines[-1]["rows"]] == [first, second]
 
 
 @pytest.mark.parametrize(("target", "kernel"), [("tpu", "tpu"), ("gpu", "gpu_triton")])

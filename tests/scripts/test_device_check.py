@@ -89,9 +89,30 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
     assert "no_such_module" in (tmp_path / "device_h200_2026-01-31.md").read_text()
 
 
+def test_a_part_that_dies_without_a_word_is_told_by_its_exit_code(monkeypatch):
+    part = check.run_part(part_of("import os; os._exit(3)"), "gpu", 60, rehearse=False)
+    assert not part["ok"]
+    assert part["reason"] == "exit code 3: it printed nothing"
+    monkeypatch.setattr(check, "call", lambda *_: (-6, "", ""))
+    with pytest.raises(OSError, match="finds no device: exit code -6: it printed nothing"):
+        check.machine()
+
+
+def test_a_part_is_told_its_time_and_may_leave_things_out():
+    program = """
+import json, sys
+print(json.dumps({"not_run": sys.argv[1:]}))
+"""
+    part = check.Part("kernels", 60, ("-c", program), ("{kind}", "{seconds:g}"), ())
+    part = check.run_part(part, "gpu", 60, rehearse=False)
+    assert part["ok"]
+    assert part["rows"] == [{"not_run": ["gpu", "40"]}]
+    assert part["reason"] == "2 not run for lack of time"
+
+
 def test_limits_are_of_known_parts_in_seconds():
     assert check.limits_of(["decode=2.5"])["decode"] == 2.5
-    assert sum(check.limits_of([]).values()) + check.FACTS_LIMIT_S < 600
+    assert sum(check.limits_of([]).values()) + check.FACTS_LIMIT_S <= 540
     for wrong in ("decode", "decode=soon", "weights=3"):
         with pytest.raises(ValueError, match="must be PART=SECONDS"):
             check.limits_of([wrong])
@@ -107,6 +128,7 @@ def test_the_page_shows_what_there_is():
         {"check": "long", "impl": "gpu_triton", "ok": True, "excess": 0.25},
         {"check": "large", "impl": "gpu_triton", "ok": True, "refused": "too many values"},
         {"check": "poison", "impl": "gpu_triton", "ok": False, "excess": "infinite"},
+        {"not_run": ["split gpu_triton", "drawn gpu_triton"]},
     ]
     cases = [
         {"copy_gb_per_s": 4400.0},
@@ -125,8 +147,13 @@ def test_the_page_shows_what_there_is():
     page = markdown(FACTS | {"label": "measured", "peak_gb_per_s": 4800.0, "parts": parts})
     assert "# NVIDIA H200, 2026-01-31, measured" in page
     assert "memory 4800 GB/s as published; copy 4400 GB/s in the same run." in page
+    assert "jax 0.12, Python 3.12; commit a1; memory" in page
     assert "| gpu_triton | 1 | 1 | 1 | 0.25 |" in page
+    assert "Not run for lack of time: split gpu_triton, drawn gpu_triton.\n" in page
+    assert page.count("Not run") == 1
     assert "| poison | gpu_triton | infinite tolerances |" in page
     assert "| b64 | gpu_triton | 100.0 | 4300 | 90% | 90% | 97% | 1.80 |" in page
     assert "| b64 | cudnn | failed |" in page
     assert "## decode" not in page
+    nowhere = FACTS | {"label": "measured", "peak_gb_per_s": None, "commit": None, "parts": []}
+    assert "\njax 0.12, Python 3.12.\n" in markdown(nowhere)

@@ -1,6 +1,6 @@
 """Drawn calls of one fixed shape, so that any number of them compile once.
 
-SLOTS slots bring at most ROWS new tokens together and hold at most LENGTH keys each; whatever a
+SLOTS slots bring at most ROWS new tokens together and hold at most `length` keys each; whatever a
 call does not own is poisoned: rows and pages with NaN, the page table with numbers of no page.
 """
 
@@ -12,14 +12,21 @@ from pallas_kernels.paged_attention.cases import PADDING_ROWS, Case, Inputs, mak
 SLOTS, ROWS, LENGTH = 4, 24, 40
 
 
-def drawn_inputs(name: str, shape: tuple, slots: list, seed: int = 0) -> tuple[Case, Inputs]:
+def drawn_inputs(
+    name: str,
+    shape: tuple,
+    slots: list,
+    seed: int = 0,
+    length: int = LENGTH,
+    dtype: str = "float32",
+) -> tuple[Case, Inputs]:
     """`shape`: page size, heads, KV heads, head width, window, softcap, sinks; `slots`: (q_len,
     kv_len) of each."""
     page_size, heads, kv_heads, head_dim, window, softcap, sinks = shape
     q_lens, kv_lens = zip(*slots, strict=True)
     case = Case(name, heads, kv_heads, head_dim, page_size, q_lens, kv_lens, window, softcap, sinks)
-    inputs = make_inputs(case, seed)
-    columns = -(-LENGTH // page_size) + 2
+    inputs = make_inputs(case, seed, dtype)
+    columns = -(-length // page_size) + 2
     q_TNH, kv_pages, table_SM = (np.asarray(a) for a in inputs[:3])
 
     def padded(a, size, value, axis=0):
@@ -34,11 +41,11 @@ def drawn_inputs(name: str, shape: tuple, slots: list, seed: int = 0) -> tuple[C
 
 
 @st.composite
-def lengths(draw):
+def lengths(draw, length: int = LENGTH):
     """(q_len, kv_len) of each slot, together at most ROWS new tokens."""
     left, slots = ROWS, []
     for _ in range(SLOTS):
         q_len = draw(st.one_of(st.integers(0, min(2, left)), st.integers(0, left)))
         left -= q_len
-        slots.append((q_len, draw(st.integers(q_len, LENGTH))))
+        slots.append((q_len, draw(st.integers(q_len, length))))
     return slots
