@@ -1,5 +1,6 @@
-"""Arguments of `LLM` and fields of its settings: what is no value of theirs is refused by name, and
-before a weight is read.
+"""What callers give: arguments of `LLM`, fields of its settings, lists of prompts.
+
+What is no value of theirs is refused by name, and before a weight is read.
 """
 
 import math
@@ -7,6 +8,7 @@ import shutil
 from dataclasses import fields
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +17,10 @@ from engine.beam_search import BeamSearchParams
 from engine.engine_args import EngineArgs
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS
+from models.kv_cache import kv_bytes_per_token
+from models.model import cache_specs
+from tests.engine.test_checkpoint import Letters
+from tests.engine.test_llm import CONFIG, DEFAULTS, PARAMS, fresh_llm, greedy, shared_llm
 from tests.tiny import write_tokenizer
 
 GOLDENS = Path(__file__).parents[1] / "parity" / "goldens" / "smollm2"
@@ -111,3 +116,112 @@ def test_a_bad_word_list_of_another_kind_is_named():
         with pytest.raises(TypeError, match="bad_word_ids must be a list of lists of token ids"):
             engine.add_request("x", [1], SamplingParams(), bad_word_ids=words)
     assert not engine.has_unfinished
+
+
+def test_unsupported_and_unknown_settings_are_refused():
+    llm = shared_llm()
+    with pytest.raises(ValueError, match="2 prompts but 1 sampling_params"):
+        llm.generate([[1], [2]], [greedy(2)], use_tqdm=False)
+    for wrong in (5, iter([greedy(2)]), BeamSearchParams(1, 1)):
+        with pytest.raises(TypeError, match="sampling_params must be SamplingParams or a list"):
+            llm.generate([[1]], wrong, use_tqdm=False)
+    with pytest.raises(TypeError, match="tensor_parallel"):
+        fresh_llm(tensor_parallel=2)
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1)
+    for params in ([greedy(2), None], [greedy(2), {"temperature": 0}]):
+        with pytest.raises(TypeError, match="must be SamplingParams"):
+            llm.generate([[1], [2]], params, use_tqdm=False)
+    for priority in (2**40, 1.5, None):
+        with pytest.raises(ValueError, match="priority must be an integer"):
+            llm.generate([[1]], greedy(2), priority=[priority], use_tqdm=False)
+    assert not llm.engine.has_unfinished
+    llm.engine.add_request("x", [1], greedy(1))
+    with pytest.raises(ValueError, match="'x' is in use"):
+        llm.engine.add_request("x", [1], greedy(1))
+    llm.engine.abort("x")
+    with pytest.raises(ValueError, match="no unfinished request has the id 'x'"):
+        llm.engine.abort("x")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"max_logprobs": -1}, "max_logprobs must be at least 0, got -1"),
+        ({"max_model_len": 513}, r"must be at most 512 \(the model's limit\), got 513"),
+        ({"num_pages": 1}, "num_pages must be at least 2"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
+        ({"scheduling_policy": "fifo"}, "unknown scheduling_policy 'fifo'"),
+        ({"attention_impl": "cuda"}, "cuda"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        fresh_llm(**settings).engine.compile()
+
+
+def test_settings_of_the_wrong_type_are_refused():
+    for settings in ({"max_num_seqs": 1.5}, {"page_size": "4"}, {"num_pages": True}):
+        with pytest.raises(TypeError, match="must be an integer"):
+            fresh_llm(**settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("enable_prefix_caching", "no"),
+        ("overlap", 1),
+        ("gpu_memory_utilization", "0.9"),
+        ("record", 5),
+    ],
+)
+def test_engine_settings_of_the_wrong_type_are_refused(setting, value):
+    with pytest.raises(TypeError, match=f"{setting} must be .*{value!r}"):
+        fresh_llm(**{setting: value})
+
+
+def test_more_pages_than_memory_are_refused():
+    page_bytes = 4 * kv_bytes_per_token(cache_specs(CONFIG), jnp.float32)
+    with pytest.raises(ValueError, match=rf"num_pages {10**9} of {page_bytes:,} bytes do not fit"):
+        fresh_llm(num_pages=10**9)
+
+
+def test_an_end_of_sequence_id_outside_the_vocabulary_is_refused():
+    config = CONFIG.__class__(**{**vars(CONFIG), "eos_token_ids": (10**12,)})
+    with pytest.raises(ValueError, match="end-of-sequence ids holds token id 1000000000000"):
+        fresh_llm(config).generate([[1]], greedy(1), use_tqdm=False)
+
+
+def test_token_ids_of_a_mapping_are_never_text():
+    with pytest.raises(ValueError, match="token ids must be a list of integers"):
+        shared_llm().generate({"prompt_token_ids": "ab"}, greedy(2), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([[1]], {"priority": 5}, "priority must be a list of integers, one per prompt, got 5"),
+        ([[1]], {"sampling_params": 5}, "sampling_params must be SamplingParams or a list"),
+    ],
+)
+def test_lists_that_are_none_are_refused(prompts, settings, message):
+    with pytest.raises(TypeError, match=message):
+        shared_llm().generate(prompts, **settings, use_tqdm=False)
+
+
+def test_an_array_without_a_dimension_is_no_prompt():
+    with pytest.raises(ValueError, match="prompt 0: token ids must be a list of integers"):
+        shared_llm().generate(np.array(3), greedy(1), use_tqdm=False)
+    with pytest.raises(TypeError, match="model must be a name or a path, got None"):
+        LLM(None)
+
+
+@pytest.mark.parametrize(
+    "messages", [None, 5, "hello", {"role": "user", "content": "hello"}, [5], ["hello"]]
+)
+def test_conversations_of_another_kind_are_refused(messages):
+    llm = LLM.from_params(CONFIG, PARAMS, Letters(), **DEFAULTS)
+    with pytest.raises(TypeError, match="messages must be a list of mappings, or of such lists"):
+        llm.chat(messages)

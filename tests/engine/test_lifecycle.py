@@ -3,7 +3,6 @@
 import json
 import os
 
-import numpy as np
 import pytest
 
 from engine import checkpoint
@@ -329,34 +328,6 @@ def test_numbers_given_out_are_not_given_again_after_a_failed_load(tmp_path):
         checkpoint._restore_arrays(engine, tmp_path / "nowhere", [])
     (later,) = engine.add_request("a", [1], greedy(1))
     assert later.uid > choice.uid
-
-
-@pytest.mark.parametrize(
-    ("prompts", "settings", "message"),
-    [
-        ([[1]], {"priority": 5}, "priority must be a list of integers, one per prompt, got 5"),
-        ([[1]], {"sampling_params": 5}, "sampling_params must be SamplingParams or a list"),
-    ],
-)
-def test_lists_that_are_none_are_refused(prompts, settings, message):
-    with pytest.raises(TypeError, match=message):
-        shared_llm().generate(prompts, **settings, use_tqdm=False)
-
-
-def test_an_array_without_a_dimension_is_no_prompt():
-    with pytest.raises(ValueError, match="prompt 0: token ids must be a list of integers"):
-        shared_llm().generate(np.array(3), greedy(1), use_tqdm=False)
-    with pytest.raises(TypeError, match="model must be a name or a path, got None"):
-        LLM(None)
-
-
-@pytest.mark.parametrize(
-    "messages", [None, 5, "hello", {"role": "user", "content": "hello"}, [5], ["hello"]]
-)
-def test_conversations_of_another_kind_are_refused(messages):
-    llm = LLM.from_params(CONFIG, PARAMS, Letters(), **DEFAULTS)
-    with pytest.raises(TypeError, match="messages must be a list of mappings, or of such lists"):
-        llm.chat(messages)
 
 
 def test_outputs_stay_in_the_order_of_the_prompts_whoever_ends_first():
