@@ -17,7 +17,6 @@ from engine.state import (
     LENGTH,
     NO_TOKEN,
     NO_UID,
-    ROOT_PAGE,
     STOP,
     BatchState,
     count,
@@ -102,11 +101,8 @@ def _publish_pages(
         pick(slots.chain_page_S, plan.slot_R),
         pick(slots.chain_epoch_S, plan.slot_R),
     )
-    # Another request's page may be the tip, and it may have been taken for something else since.
-    alive_R = (tip_R == ROOT_PAGE) | (
-        pool.published_P.at[tip_R].get(mode="clip")
-        & (pool.epoch_P.at[tip_R].get(mode="clip") == tip_epoch_R)
-    )
+    # The tip may be another request's page, and may have been taken for something else since.
+    alive_R = pool.epoch_P.at[tip_R].get(mode="clip") == tip_epoch_R
     page_index_RW = chain_R[:, None] + jnp.arange(width)
     full_RW = (fills_R & alive_R)[:, None] & (page_index_RW < full_R[:, None])
     position_RWC = page_index_RW[:, :, None] * C + jnp.arange(C)

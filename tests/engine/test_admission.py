@@ -96,3 +96,29 @@ def test_pages_filled_in_a_request_s_only_round_are_found():
     assert driver.num_rounds == 1
     driver.run([Request(1, STEMS[0][:9], 10)])
     assert totals(driver.state)["prefix_hit_tokens"] == 8
+
+
+def test_b56_a_history_is_not_published_behind_a_page_that_was_taken():
+    """Two compute one page at the same time; the first one's is in the index, and a third request
+    takes it. What the second one fills then nobody could find, and it would stand in the way of
+    the same history: a fourth computes it again, and for a fifth it is there."""
+    config = replace(BASE, max_num_seqs=2, page_size=8, num_pages=8, token_budget=16)
+    driver = Driver(config, rounds=1)
+    twins = [Request(0, STEMS[0][:9], 10), Request(1, STEMS[0][:9], 20)]
+    driver.dispatch(twins)
+    driver.dispatch()
+    slots = driver.state.slots
+    tip, epoch = int(slots.chain_page_S[1]), int(slots.chain_epoch_S[1])
+    assert tip not in slots.page_table_SM[1].tolist()
+    taker = Request(2, STEMS[1] + STEMS[1][:8], 36)
+    driver.dispatch([taker])
+    while int(driver.state.slots.num_computed_S[1]) < 15:
+        driver.dispatch()
+    assert int(driver.state.pool.epoch_P[tip]) > epoch
+    driver.run([])
+    assert_right(driver, [*twins, taker])
+    history = STEMS[0][:9] + driver.outputs[1][:8]
+    driver.run([Request(3, history, 18)])
+    before = totals(driver.state)["prefix_hit_tokens"]
+    driver.run([Request(4, history, 18)])
+    assert totals(driver.state)["prefix_hit_tokens"] - before == 16
