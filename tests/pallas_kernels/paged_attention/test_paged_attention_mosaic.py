@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.chips import CHIPS
+from pallas_kernels.paged_attention import gpu_mosaic
 from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, make_inputs
+from pallas_kernels.paged_attention.gpu_cases import named
 from pallas_kernels.paged_attention.layout import pages_shape
 from tests.pallas_kernels.paged_attention.attention_oracle import excess, oracle
 from tests.pallas_kernels.paged_attention.drawn import ROWS, drawn_inputs, lengths
@@ -23,21 +26,35 @@ from tests.pallas_kernels.paged_attention.mosaic_runs import (
 )
 
 pytestmark = needs_interpreter
+# Sizes (None: those of an H100), parts, dtype.
 NAMED = {
-    "smollm2_135m_verify": decode_sizes,
-    "smollm2_135m_prefill": chunk_sizes,
-    "llama_3_1_8b_decode": decode_sizes,
-    "qwen_2_5_0_5b_decode": decode_sizes,
-    "gpt_oss_20b_decode": decode_sizes,
-    "gemma_2_2b_decode": wide_sizes,
+    "smollm2_135m_decode": (None, None, "bfloat16"),
+    "smollm2_135m_prefill": (chunk_sizes, 1, "bfloat16"),
+    "smollm2_135m_verify": (decode_sizes, 2, "float16"),
+    "llama_3_1_8b_decode": (decode_sizes, 2, "bfloat16"),
+    "llama_3_1_8b_chunk": (None, None, "float16"),
+    "gemma_2_2b_decode": (wide_sizes, 1, "bfloat16"),
+    "gemma_3_270m_local_prefill": (wide_sizes, 2, "bfloat16"),
+    "gemma_3_270m_local_decode": (None, None, "float16"),
+    "gpt_2_prefill": (chunk_sizes, 2, "float16"),
+    "qwen_2_5_0_5b_decode": (decode_sizes, 1, "float16"),
+    "gpt_oss_20b_decode": (decode_sizes, 2, "bfloat16"),
 }
+
+
+def test_named_cases_are_all_that_it_takes():
+    dtypes, h100 = ("bfloat16", "bfloat16"), CHIPS["h100"]
+    taken = [c.name for c in CASES if gpu_mosaic.supports(named(c, dtypes), h100) is None]
+    assert taken == list(NAMED)
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_named_case(name):
     (case,) = (c for c in CASES if c.name == name)
-    inputs = make_inputs(case, dtype="bfloat16")
-    out_TNH, spec = run(case, inputs, NAMED[name](case, parts=1))
+    sizes_of, parts, dtype = NAMED[name]
+    inputs = make_inputs(case, dtype=dtype)
+    sizes = sizes_of and sizes_of(case, parts=parts)
+    out_TNH, spec = run(case, inputs, sizes, chip=CHIPS["h100"])
     assert excess(out_TNH, case, inputs, spec) <= 1
     assert (out_TNH[-PADDING_ROWS:] == 0).all()
     expected = oracle(inputs, scale=case.scale, window=case.window, softcap=case.softcap)
@@ -58,27 +75,54 @@ SETTINGS = {
         {"queries": 7, "split_queries": ROWS, "part_keys": 1},
     ),
 }
+LENGTH = 280  # five blocks of keys, in rings of three buffers
+
+
+def drawn_excess(name, slots, seed=0, sinks_N=None):
+    """Of a call of fixed shape for `slots`, a list of (q_len, kv_len)."""
+    shape, sizes, change = SETTINGS[name]
+    case, inputs = drawn_inputs(name, shape, slots, seed, LENGTH, "bfloat16")
+    if sinks_N is not None:
+        inputs = inputs._replace(sinks_N=sinks_N)
+    out_TNH, spec = run(case, inputs, sizes(case, **change), max_q_len=ROWS)
+    assert (out_TNH[sum(q_len for q_len, _ in slots) :] == 0).all()
+    return excess(out_TNH, case, inputs, spec)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
-@given(lengths=lengths(), seed=st.integers(0, 3))
+@given(lengths=lengths(LENGTH), seed=st.integers(0, 3))
 def test_any_lengths(name, lengths, seed):
-    shape, sizes, change = SETTINGS[name]
-    case, inputs = drawn_inputs(name, shape, lengths, seed)
-    inputs = inputs._replace(
-        q_TNH=jnp.asarray(inputs.q_TNH, jnp.bfloat16),
-        kv_pages=jnp.asarray(inputs.kv_pages, jnp.bfloat16),
-    )
-    out_TNH, spec = run(case, inputs, sizes(case, **change), max_q_len=ROWS)
-    assert (out_TNH[sum(q_len for q_len, _ in lengths) :] == 0).all()
-    assert excess(out_TNH, case, inputs, spec) <= 1
+    assert drawn_excess(name, lengths, seed) <= 1
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_b106_sizes_around_block_edges(name):
+    """Keys of one block and two, which are full pages, one more and one less, and of an empty slot;
+    new tokens at a tile's and a unit's number."""
+    for kv_lens, q_lens in (
+        ((63, 64, 65, 0), (6, 7, 8, 0)),
+        ((63, 64, 65, 0), (1, 1, 15, 0)),
+        ((127, 128, 129, 0), (1, 14, 1, 0)),
+        ((127, 128, 129, 0), (13, 1, 1, 0)),
+    ):
+        assert drawn_excess(name, list(zip(q_lens, kv_lens, strict=True))) <= 1
+
+
+@pytest.mark.parametrize("name", ["chunks", "wide"])
+def test_b86_sinks_of_minus_infinity_are_none(name):
+    """Where the window hides all of the first block from a unit's last rows: in a tile alone and in
+    a part, whose heads have a sink or none in turns."""
+    slots = [(14, 78), (7, 73), (1, 65), (2, 129)]
+    heads = SETTINGS[name][0][1]
+    sinks_N = jnp.where(jnp.arange(heads) % 2 == 0, -jnp.inf, jnp.float32(0.5))
+    assert drawn_excess(name, slots, sinks_N=sinks_N) <= 1
 
 
 SPLIT = Case("split", 4, 2, 64, 16, (1, 1, 3, 0, 2), (256, 1, 137, 0, 133), sinks=True)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 32])
+@pytest.mark.parametrize("parts", [1, 3, 32])
 def test_b86_any_number_of_parts(parts):
     """One to more parts than blocks, exactly full pages, a slot of length 0, a sink per head."""
     inputs = make_inputs(SPLIT, dtype="bfloat16")
@@ -164,7 +208,9 @@ def test_b82_window_counts_itself(window):
 )
 def test_no_races(head_dim, sizes, parts):
     """Pallas' race detector, which raises, over a call with parts, several units and blocks. It
-    takes what shares a place for one, so that only one consumer may have parts."""
+    follows copies, and loads and stores of registers: it sees a buffer filled or an output
+    overwritten too early, not what wgmma reads too early. It takes what shares a place for one, so
+    that only one consumer may have parts."""
     case = dataclasses.replace(SPLIT, head_dim=head_dim, q_lens=(1, 3), kv_lens=(140, 70))
     inputs = make_inputs(case, dtype="bfloat16")
     sizes = sizes(case, streams=1, parts=parts, part_keys=1)
