@@ -5,12 +5,14 @@ import json
 import sys
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.chips import chip
 from pallas_kernels.paged_attention.cases import make_inputs
+from pallas_kernels.paged_attention.gpu_mosaic import JAX_FROM
 from tests.pallas_kernels import on_device
 from tests.pallas_kernels.on_device import (
     Kernel,
@@ -41,18 +43,34 @@ def refused(impl: str, each) -> set[str]:
     return found
 
 
-# What must not matter is up to 1e30, which is infinite in float16.
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_each_kernel_of_a_gpu_is_given_what_it_takes(monkeypatch):
+@pytest.fixture(scope="module")
+def inputs_once():
+    return functools.cache(make_inputs)
+
+
+@pytest.fixture
+def nothing_computed(monkeypatch, inputs_once):
     monkeypatch.setattr(on_device, "excess", lambda *_: 0.0)
     monkeypatch.setattr(on_device, "packed", lambda pages, _: pages)
-    monkeypatch.setattr(on_device, "make_inputs", functools.cache(make_inputs))
+    monkeypatch.setattr(on_device, "make_inputs", inputs_once)
     monkeypatch.setattr(on_device, "DRAWS", 1)
+
+
+# What must not matter is up to 1e30, which is infinite in float16.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize(
+    ("name", "expected"), [("h200", set()), ("a100", NARROW - {"narrow int8"})]
+)
+def test_the_triton_kernels_are_given_what_they_take(name, expected, nothing_computed):
+    assert refused("gpu_triton", chip(name)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.skipif(jax.__version_info__ < JAX_FROM, reason="the kernel needs jax 0.11")
+def test_the_mosaic_kernel_is_given_what_it_takes(nothing_computed):
     float32 = {name for name, *_ in checks(chip("h200"), False) if name.endswith("float32")}
     unusual = {f"{name} bfloat16" for name in UNUSUAL}
     assert refused("gpu_mosaic", chip("h200")) == NARROW | unusual | float32
-    assert refused("gpu_triton", chip("h200")) == set()
-    assert refused("gpu_triton", chip("a100")) == NARROW - {"narrow int8"}
 
 
 def test_kernels_take_turns_and_bfloat16_comes_before_other_dtypes():
