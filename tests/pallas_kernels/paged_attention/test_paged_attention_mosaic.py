@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.paged_attention import gpu_mosaic
 from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, make_inputs
-from pallas_kernels.paged_attention.gpu_cases import named
 from pallas_kernels.paged_attention.layout import pages_shape
+from pallas_kernels.paged_attention.spec import check
 from tests.pallas_kernels.paged_attention.attention_oracle import excess, oracle
 from tests.pallas_kernels.paged_attention.drawn import ROWS, drawn_inputs, lengths
+from tests.pallas_kernels.paged_attention.gpu_runs import static_of
 from tests.pallas_kernels.paged_attention.mosaic_runs import (
     attend,
     chunk_sizes,
@@ -43,8 +44,12 @@ NAMED = {
 
 
 def test_named_cases_are_all_that_it_takes():
-    dtypes, h100 = ("bfloat16", "bfloat16"), CHIPS["h100"]
-    taken = [c.name for c in CASES if gpu_mosaic.supports(named(c, dtypes), h100) is None]
+    taken = []
+    for case in CASES:
+        *arrays, sinks_N = make_inputs(case, dtype="bfloat16")
+        spec = check(*arrays, **static_of(case), sinks_N=sinks_N)
+        if gpu_mosaic.supports(spec, CHIPS["h100"]) is None:
+            taken.append(case.name)
     assert taken == list(NAMED)
 
 
