@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.paged_attention.cases import CASES, PADDING_ROWS, Case, make_inputs
-from pallas_kernels.paged_attention.gpu_plan import plan_units
 from pallas_kernels.paged_attention.gpu_triton_sizes import Sizes
 from pallas_kernels.paged_attention.layout import pages_shape
 from pallas_kernels.paged_attention.spec import tolerance
@@ -52,10 +51,12 @@ SETTINGS = {
 }
 
 
-def drawn_excess(name, slots, seed=0):
+def drawn_excess(name, slots, seed=0, sinks_N=None):
     """Of a call of fixed shape for `slots`, a list of (q_len, kv_len)."""
     *shape, sizes = SETTINGS[name]
     case, inputs = drawn_inputs(name, shape, slots, seed)
+    if sinks_N is not None:
+        inputs = inputs._replace(sinks_N=sinks_N)
     out_TNH, spec = run(case, inputs, sizes, max_q_len=ROWS)
     assert (out_TNH[sum(q_len for q_len, _ in slots) :] == 0).all()
     return excess(out_TNH, case, inputs, spec)
@@ -77,6 +78,16 @@ def test_b106_sizes_around_block_edges(name):
         keys = (block - 1, block, block + 1, 2 * block + 1)
         slots = [(min(q_len, ROWS // SLOTS, size), size) for size in keys]
         assert drawn_excess(name, slots) <= 1
+
+
+@pytest.mark.parametrize("name", ["odd", "tiles_of_rows"])
+def test_b86_sinks_of_minus_infinity_are_none(name):
+    """Where the window hides all of the first block from a tile's last rows: in a tile alone and in
+    a part, whose heads have a sink or none in turns."""
+    slots = [(7, 23), (14, 30), (1, 17), (2, 33)]
+    heads = SETTINGS[name][1]
+    sinks_N = jnp.where(jnp.arange(heads) % 2 == 0, -jnp.inf, jnp.float32(0.5))
+    assert drawn_excess(name, slots, sinks_N=sinks_N) <= 1
 
 
 SPLIT = Case("split", 6, 2, 16, 4, (1, 1, 3, 0, 2), (64, 1, 37, 0, 33), sinks=True)
@@ -102,29 +113,6 @@ def test_how_a_slot_is_split_depends_on_itself_alone():
     np.testing.assert_array_equal(
         run(SPLIT, inputs, sizes)[0][rows], run(SPLIT, alone, sizes)[0][rows]
     )
-
-
-def test_plan_has_a_unit_for_every_key_of_every_token():
-    """Units tile the visible blocks of each tile once, whatever the number of parts."""
-    q_start_S, q_len_S, kv_len_S = (
-        jnp.array(a, jnp.int32) for a in ([0, 1, 1, 14], [1, 0, 13, 2], [700, 9, 64, 80])
-    )
-    for window, parts in ((None, 1), (None, 4), (33, 3)):
-        sizes = Sizes(4, 16, 16, parts, 40)
-        every_S = jnp.ones(4, bool)
-        plan = plan_units(q_start_S, q_len_S, kv_len_S, every_S, every_S, sizes, window, 64)
-        units_W8, count_1 = np.asarray(plan[0]), int(plan[1][0])
-        seen = {}
-        for slot, row, tokens, _, begin, end, shared, _ in units_W8[:count_1]:
-            for t in range(row, row + tokens):
-                seen.setdefault((slot, t), []).extend(range(begin, end))
-            assert 1 <= shared <= parts
-        assert sorted(t for _, t in seen) == list(range(16))
-        for (slot, t), blocks in seen.items():
-            p = int(kv_len_S[slot] - q_len_S[slot] + t - q_start_S[slot])
-            first = 0 if window is None else max(0, p - window + 1)
-            assert sorted(set(blocks)) == sorted(blocks)
-            assert set(range(first // 16, p // 16 + 1)) <= set(blocks)
 
 
 @pytest.mark.parametrize("window", [1, 4, 12])
