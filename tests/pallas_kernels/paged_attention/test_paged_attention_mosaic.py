@@ -213,9 +213,9 @@ def test_b82_window_counts_itself(window):
 )
 def test_no_races(head_dim, sizes, parts):
     """Pallas' race detector, which raises, over a call with parts, several units and blocks. It
-    follows copies, and loads and stores of registers: it sees a buffer filled or an output
-    overwritten too early, not what wgmma reads too early. It takes what shares a place for one, so
-    that only one consumer may have parts."""
+    follows copies, and loads and stores of registers, but not what wgmma reads: operands that come
+    or go too early show in the numbers or in a barrier's phases, if at all. It takes what shares a
+    place for one, so that only one consumer may have parts."""
     case = dataclasses.replace(SPLIT, head_dim=head_dim, q_lens=(1, 3), kv_lens=(140, 70))
     inputs = make_inputs(case, dtype="bfloat16")
     sizes = sizes(case, streams=1, parts=parts, part_keys=1)

@@ -4,6 +4,7 @@ import inspect
 import sys
 import types
 
+import jax
 import pytest
 
 from pallas_kernels.paged_attention import (
@@ -91,3 +92,15 @@ def test_broken_kernels_fail(mutant, monkeypatch):
         return excess(out_TNH, case, inputs, spec) <= 1
 
     assert all(right(*call) for call in CALLS) == (mutant is None)
+
+
+def test_a_race_is_found(monkeypatch):
+    """That `test_no_races` can fail: outputs are copied before they are committed. Stores and the
+    copy are one warpgroup's, so that what is found does not depend on how threads take turns."""
+    loop = "\n\n        @pl.loop(0, consumer.tokens(work))"
+    copy = broken(gpu_mosaic_kernel, "plgpu.commit_smem()" + loop, loop)
+    monkeypatch.setattr(gpu_mosaic, "attention", copy.attention)
+    case = Case("race", 2, 1, 64, 16, (1,), (70,))
+    inputs, sizes = make_inputs(case, dtype="bfloat16"), decode_sizes(case, streams=1, parts=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        run(case, inputs, sizes, attend=jitted(races=True))
