@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from engine.state import ROOT_PAGE, PagePool
 
+MOST_PAIRS = 1 << 20  # of hashes that are compared one by one
+
 
 def take(pool: PagePool, wanted_N: jax.Array) -> tuple[PagePool, jax.Array]:
     """Give a page to each entry where `wanted_N`, least recently freed first; 0 elsewhere.
@@ -107,8 +109,8 @@ def lookup(
     size, num_histories = pool.hash_P.shape[0], salt_B.shape[0]
     hashes_BW = page_hashes(tokens_BWC, jnp.zeros_like(salt_B))
     hash_BW = root_hash(salt_B)[:, None] + jnp.cumsum(hashes_BW, -1, dtype=jnp.uint32)
-    match_BWP = pool.published_P & (pool.hash_P == hash_BW[:, :, None])
-    page_BW = jnp.min(jnp.where(match_BWP, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
+    rank_P = jnp.where(pool.published_P, jnp.arange(size, dtype=jnp.int32), size)
+    page_BW = least_rank(pool.hash_P, rank_P, hash_BW, size)
     root_B1 = jnp.full((num_histories, 1), ROOT_PAGE, jnp.int32)
     before_BW = jnp.concatenate([root_B1, page_BW[:, :-1]], axis=1)
     counts_BW = (
@@ -120,6 +122,20 @@ def lookup(
     )
     length_B = jnp.sum(jnp.cumprod(counts_BW, axis=-1), axis=-1, dtype=jnp.int32)
     return page_BW, length_B, hash_BW
+
+
+def least_rank(hash_P: jax.Array, rank_P: jax.Array, hash_BW: jax.Array, none: int) -> jax.Array:
+    """The least rank among the pages of each hash, `none` if there is no such page: int32 [B, W].
+    Pages of rank `none` do not count."""
+    if hash_P.size * hash_BW.size <= MOST_PAIRS:
+        return jnp.min(jnp.where(hash_P == hash_BW[:, :, None], rank_P, none), axis=-1)
+    # Each page finds its hash among those that are sought, sorted; equal ones share the first.
+    hash_Q = jnp.sort(hash_BW.reshape(-1))
+    q_P = jnp.searchsorted(hash_Q, hash_P, method="scan_unrolled")
+    q_P = jnp.where(hash_Q.at[q_P].get(mode="clip") == hash_P, q_P, hash_Q.size)
+    rank_Q = jnp.full(hash_Q.size, none, jnp.int32).at[q_P].min(rank_P, mode="drop")
+    q_BW = jnp.searchsorted(hash_Q, hash_BW, method="scan_unrolled")
+    return rank_Q.at[q_BW].get(mode="clip")
 
 
 def _linked(pool: PagePool, page_BW, parent_BW, epoch_BW) -> jax.Array:
@@ -155,9 +171,8 @@ def publish(
         ),
     )
     # Published pages come before offered ones, then the lower page id.
-    rank_P = ids_P + jnp.where(pool.published_P, 0, size)
-    match_BWP = (pool.published_P | offered_P) & (trial.hash_P == hash_BW[:, :, None])
-    best_BW = jnp.min(jnp.where(match_BWP, rank_P, 2 * size), axis=-1) % size
+    rank_P = jnp.where(pool.published_P, ids_P, jnp.where(offered_P, size + ids_P, 2 * size))
+    best_BW = least_rank(trial.hash_P, rank_P, hash_BW, 2 * size) % size
     same_BW = jnp.all(trial.content_PC.at[best_BW].get(mode="clip") == tokens_BWC, axis=-1) & (
         trial.salt_P.at[best_BW].get(mode="clip") == salt_B[:, None]
     )

@@ -2,10 +2,12 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from engine.pages import lookup, page_hashes, publish, root_hash, take
+from engine.pages import MOST_PAIRS, least_rank, lookup, page_hashes, publish, root_hash, take
 from engine.state import PagePool, init_state
 from tests.engine.test_advance import BASE, STEMS
 
@@ -87,3 +89,22 @@ def test_hashes_tell_where_tokens_stand():
     assert bool(jnp.all(here != there))
     swapped = page_hashes(TOKENS_BWC[:, ::-1], ZERO_B)
     assert int(jnp.sum(here)) != int(jnp.sum(swapped))
+
+
+@pytest.mark.parametrize("num_pages", [50, 5000])
+def test_the_least_rank_of_a_hash(num_pages):
+    """Few hashes, all in pairs, and many, sorted: several pages and several queries of most, the
+    largest hash among them, pages that do not count, and hashes that nobody has."""
+    rng = np.random.default_rng(num_pages)
+    values = np.append(rng.integers(0, 2**32, 40, np.uint32), np.uint32(2**32 - 1))
+    hash_P, hash_BW = rng.choice(values[5:], num_pages), rng.choice(values, (8, 32))
+    assert (hash_P.size * hash_BW.size > MOST_PAIRS) == (num_pages == 5000)
+    none = 2 * num_pages
+    rank_P = np.where(rng.random(num_pages) < 0.3, none, rng.permutation(num_pages))
+    expected = [
+        min((r for h, r in zip(hash_P, rank_P, strict=True) if h == sought), default=none)
+        for sought in hash_BW.flatten()
+    ]
+    found_BW = jax.jit(least_rank, static_argnums=3)(hash_P, rank_P.astype(np.int32), hash_BW, none)
+    assert found_BW.flatten().tolist() == expected
+    assert none in expected
