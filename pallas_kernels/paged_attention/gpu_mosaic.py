@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import Chip
-from pallas_kernels.paged_attention.gpu_mosaic_kernel import Plan, attention, scratch_types
+from pallas_kernels.paged_attention.gpu_mosaic_consumer import Plan, scratch_types
+from pallas_kernels.paged_attention.gpu_mosaic_kernel import attention
 from pallas_kernels.paged_attention.gpu_mosaic_sizes import ROWS, Sizes, default_sizes
 from pallas_kernels.paged_attention.gpu_plan import plan_rows, plan_units
 from pallas_kernels.paged_attention.gpu_triton import sum_parts

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.paged_attention import (
     gpu_mosaic,
+    gpu_mosaic_consumer,
     gpu_mosaic_kernel,
     gpu_mosaic_ring,
     gpu_mosaic_softmax,
@@ -47,6 +48,8 @@ KERNEL = {
         "consumer.first_column + j * WIDTH, WIDTH)\n                _put",
         "consumer.first_column, WIDTH)\n                _put",
     ),
+}
+CONSUMER = {
     "both consumers' columns alike": ("return self.share * self.width", "return 0 * self.share"),
 }
 
@@ -72,7 +75,7 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize("mutant", [None, *RING, *SOFTMAX, *KERNEL])
+@pytest.mark.parametrize("mutant", [None, *RING, *SOFTMAX, *KERNEL, *CONSUMER])
 def test_broken_kernels_fail(mutant, monkeypatch):
     """Calls that use everything tell each broken kernel from the right one."""
     if mutant in RING:
@@ -80,6 +83,9 @@ def test_broken_kernels_fail(mutant, monkeypatch):
     elif mutant in SOFTMAX:
         copy = broken(gpu_mosaic_softmax, *SOFTMAX[mutant])
         monkeypatch.setattr(gpu_mosaic_kernel, "softmax", copy)
+    elif mutant in CONSUMER:
+        copy = broken(gpu_mosaic_consumer, *CONSUMER[mutant])
+        monkeypatch.setattr(gpu_mosaic_kernel, "Consumer", copy.Consumer)
     elif mutant:
         copy = broken(gpu_mosaic_kernel, *KERNEL[mutant])
         monkeypatch.setattr(gpu_mosaic, "attention", copy.attention)
