@@ -31,7 +31,6 @@ from models.model import cache_specs, declare
 from models.params import abstract, shardings
 from models.presets import preset
 from pallas_kernels.chips import Chip, chip_of_device
-from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.paged_attention.spec import KernelSpec
 from sharding.aot import Program
 from sharding.axes import TENSOR_PARALLEL, HeadSplit, Rules
@@ -131,36 +130,6 @@ def kernel_calls(
     parts = num_devices if rules_for(network, num_devices).get("kv_heads") else 1
     chip, _ = kernel_chip(network, config, kv_dtype, attached, attention_impl, parts)
     return [] if chip is None else calls(network, config, (width,), kv_dtype, chip, parts)
-
-
-def kernel_call(mesh: Mesh, *, spec: KernelSpec, attention_impl: str = "auto") -> Program:
-    """One attention call of one device by itself, which compiles in seconds."""
-    chip = chip_of_device(mesh.devices.flat[0].device_kind)
-    pool = (spec.num_pages, spec.page_parts, spec.page_rows, spec.page_size, spec.page_lanes)
-    arrays = [
-        jax.ShapeDtypeStruct((spec.num_rows, spec.num_heads, spec.head_dim), spec.q_dtype),
-        jax.ShapeDtypeStruct(pool, spec.kv_dtype),
-        jax.ShapeDtypeStruct((spec.num_slots, spec.pages_per_slot), jnp.int32),
-        *[jax.ShapeDtypeStruct((spec.num_slots,), jnp.int32)] * 3,
-        jax.ShapeDtypeStruct((spec.num_heads,), jnp.float32) if spec.sinks else None,
-    ]
-
-    def attend(*arrays):
-        *arrays, sinks_N = arrays
-        out_TNH = ragged_paged_attention(
-            *arrays,
-            scale=spec.scale,
-            max_q_len=spec.max_q_len,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks_N=sinks_N,
-            impl=attention_impl,
-            chip=chip,
-        )
-        return (out_TNH,)
-
-    on_each = HeadSplit(mesh, None).per_device(attend, (None,) * len(arrays), (None,))
-    return Program(on_each, _on_all(mesh, tuple(arrays)))
 
 
 def rules_for(network: ModelConfig, num_devices: int) -> Rules:

@@ -87,7 +87,10 @@ def compile_kernels(args: argparse.Namespace, target: Target) -> dict[str, list[
         )
         print(f"compiling attention of {label} ...", file=sys.stderr)
         compiled = compile_for(
-            "engine.step_programs:kernel_call", {"spec": spec}, args.target, kernels=True
+            "sharding.attention_programs:attention_calls",
+            {"specs": (spec,)},
+            args.target,
+            kernels=True,
         )
         describe = partial(tpu_line, spec, target.chip) if target.chip.kind == "tpu" else gpu_line
         found[label] = [describe(kernel) for kernel in compiled.kernels]

@@ -61,8 +61,8 @@ def _needs(kernel: GpuKernel) -> tuple[int, int, int]:
 
 
 def gpu_kernels(log: str, launches: str) -> list[GpuKernel]:
-    """Of every entry function in a ptxas report, in order of first appearance; `launches` is XLA's
-    list of what the program starts."""
+    """Of every entry function in a ptxas report, those first that XLA launches by itself, in the
+    order of `launches`, its list of what the program starts."""
     started = {
         name: (int(x) * int(y) * int(z), int(shared))
         for name, x, y, z, shared in re.findall(
@@ -91,4 +91,7 @@ def gpu_kernels(log: str, launches: str) -> list[GpuKernel]:
         )
         # Mosaic calls all of a function's kernels alike: the one that needs most stands for them.
         found[name] = max(found.get(name, kernel), kernel, key=_needs)
-    return list(found.values())
+    order = list(started)
+    return sorted(
+        found.values(), key=lambda k: order.index(k.name) if k.name in started else len(order)
+    )

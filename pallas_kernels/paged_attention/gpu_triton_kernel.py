@@ -87,20 +87,25 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
     programs = pl.num_programs(0)
     row_tiles = -(-plan.queries * plan.group // plan.rows)
     k = lax.div(head_and_tile, row_tiles)
-    r_M = lax.rem(head_and_tile, row_tiles) * plan.rows + jnp.arange(plan.rows)
-    token_M = lax.div(r_M, plan.group)
-    n_M = k * plan.group + lax.rem(r_M, plan.group)
+    first_row = lax.rem(head_and_tile, row_tiles) * plan.rows
     h_1H = jnp.arange(plan.lanes)[None, :]
     k_scale, v_scale = (scale_ref[0, k], scale_ref[1, k]) if plan.scaled else (1.0, 1.0)
+
+    def tile(row, tokens, zero=0):
+        """Rows, their tokens and heads, which rows there are, and their places in q and o."""
+        r_M = first_row + zero + jnp.arange(plan.rows)
+        token_M = lax.div(r_M, plan.group)
+        n_M = k * plan.group + lax.rem(r_M, plan.group)
+        own_M = (token_M < tokens) & (r_M < plan.queries * plan.group)
+        place = (row + token_M[:, None], n_M[:, None], h_1H)
+        return r_M, token_M, n_M, own_M, own_M[:, None] & (h_1H < head_dim), place
 
     def attend_unit(i, carry):
         u = program + i * programs
         slot, row, tokens, position, begin, end, parts = (units_ref[u, c] for c in Unit)
         first = jnp.int32(0) if plan.window is None else jnp.maximum(position - plan.window + 1, 0)
         last = position + tokens - 1
-        own_M = (token_M < tokens) & (r_M < plan.queries * plan.group)
-        own_MH = own_M[:, None] & (h_1H < head_dim)
-        place = (row + token_M[:, None], n_M[:, None], h_1H)
+        _, token_M, n_M, own_M, own_MH, place = tile(row, tokens)
         q_MH = plgpu.load(q_ref.at[place], mask=own_MH, other=0.0).astype(dtype)
         position_M1 = position + token_M[:, None]
 
@@ -139,6 +144,14 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
         start = (max_M, jnp.exp2(sink_M - max_M), jnp.zeros(q_MH.shape, jnp.float32))
         max_M, sum_M, o_MH = lax.fori_loop(begin, end, add_block, start)
         o_MH = o_MH * (v_scale / jnp.where(sum_M == 0, 1.0, sum_M))[:, None]
+
+        # Read once more, so that no register holds a place while keys are attended to; nor can the
+        # compiler know that there are no fewer than 0 parts, and keep rows instead.
+        row, tokens, parts = (
+            plgpu.load(units_ref.at[u, jnp.int32(c)], volatile=True)
+            for c in (Unit.ROW, Unit.TOKENS, Unit.PARTS)
+        )
+        r_M, _, _, own_M, own_MH, place = tile(row, tokens, jnp.minimum(parts, 0))
 
         @pl.when(parts == 1)
         def _():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from pallas_kernels.chips import Chip
+from pallas_kernels.paged_attention.gpu_triton_kernel import matmul_dtype
 from pallas_kernels.paged_attention.spec import KernelSpec
 
 FEWEST_ROWS = 16  # of a tensor core's operand
@@ -20,9 +21,9 @@ PARTS_OF_ONE = 32  # at least, so that a slot much longer than all others occupi
 UNITS_PER_SM = 32  # of split slots, if all are as long as can be
 PARTS_BYTES = 256 << 20  # memory for the parts of split slots
 # Float32 is multiplied number by number, not on tensor cores: ptxas spills with larger blocks and
-# with fewer warps.
-FLOAT32_KEYS = 16
-FLOAT32_WARPS = 8
+# tiles and, aiming at fewer registers of a thread, with more warps.
+FLOAT32_ROWS = 32
+FLOAT32_TILE = 2048  # rows times lanes, but FEWEST_ROWS at least
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,15 @@ def shared_bytes(spec: KernelSpec, sizes: Sizes) -> int:
 
 def _block(spec: KernelSpec, sizes: Sizes, most_keys: int, budget_bytes: int) -> Sizes:
     """As many keys in flight as fit into the budget and as ptxas has registers for: it spills with
-    three blocks of 8-bit keys, which a thread widens before use."""
-    in_flight = (2,) if jnp.dtype(spec.kv_dtype).itemsize == 1 else (3, 2)
+    three blocks of 8-bit keys, which a thread widens before use, or of float32, with two of wide
+    float32 heads and with any that are widened to float32."""
+    in_flight = (3, 2)
+    if _widens_to_float32(spec):
+        in_flight = (0,)
+    elif _multiplies_float32(spec) and lanes_of(spec) > 128:
+        in_flight = (1,)
+    elif _multiplies_float32(spec) or jnp.dtype(spec.kv_dtype).itemsize == 1:
+        in_flight = (2,)
     for keys in (64, 32, 16):
         for stages in in_flight:
             each = replace(sizes, keys=keys, stages=stages)
@@ -68,7 +76,19 @@ def _block(spec: KernelSpec, sizes: Sizes, most_keys: int, budget_bytes: int) ->
 
 
 def _multiplies_float32(spec: KernelSpec) -> bool:
-    return "float32" in (spec.q_dtype, spec.kv_dtype)
+    return matmul_dtype(jnp.dtype(spec.q_dtype), jnp.dtype(spec.kv_dtype)) == jnp.float32
+
+
+def _float32_rows(spec: KernelSpec) -> int:
+    return max(FEWEST_ROWS, min(FLOAT32_ROWS, FLOAT32_TILE // lanes_of(spec)))
+
+
+def _float32_keys(spec: KernelSpec) -> int:
+    return 32 if lanes_of(spec) <= (32 if _widens_to_float32(spec) else 64) else 16
+
+
+def _widens_to_float32(spec: KernelSpec) -> bool:
+    return _multiplies_float32(spec) and spec.kv_dtype != "float32"
 
 
 def _widens_many(spec: KernelSpec, chip: Chip) -> bool:
@@ -85,7 +105,9 @@ def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
     from_registers = chip.compute_capability < (9, 0)
     narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
     if _multiplies_float32(spec):
-        rows, keys, warps = FEWEST_ROWS, FLOAT32_KEYS, FLOAT32_WARPS
+        rows, keys, warps = _float32_rows(spec), _float32_keys(spec), 4
+    elif narrow and lanes_of(spec) > 128 and chip.compute_capability >= (10, 0):
+        rows, keys, warps = 32, 16, 4
     elif lanes_of(spec) > 128 or (narrow and _widens_many(spec, chip)):
         rows, keys, warps = 64, 32, 8
     else:
@@ -120,13 +142,19 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     group = spec.num_heads // spec.num_kv_heads
     chunks = most > FEW_QUERIES
     queries = max(1, FEWEST_ROWS // group) if chunks else most
-    rows = min(MOST_ROWS, max(FEWEST_ROWS, power_of_two(queries * group)))
+    most_rows = _float32_rows(spec) if _multiplies_float32(spec) else MOST_ROWS
+    rows = min(most_rows, max(FEWEST_ROWS, power_of_two(queries * group)))
     parts, part_keys = parts_of(spec, queries, chip)
     row_tiles = math.ceil(queries * group / rows)
     programs = -(-2 * chip.cores // (spec.num_kv_heads * row_tiles))
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)
-    most_keys = 32 if lanes_of(spec) > 128 else 64
+    lanes, narrow = lanes_of(spec), jnp.dtype(spec.kv_dtype).itemsize == 1
     if _multiplies_float32(spec):
-        most_keys, few = FLOAT32_KEYS, replace(few, warps=FLOAT32_WARPS)
+        most_keys = _float32_keys(spec)
+    elif lanes > 128:
+        most_keys, few = 32, replace(few, warps=8 if rows == MOST_ROWS or narrow else 4)
+    else:
+        tight = rows > FEWEST_ROWS or lanes < 32
+        most_keys = 32 if narrow and tight and chip.compute_capability < (9, 0) else 64
     few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - 1024)
     return (few, _chunk(spec, chip)) if chunks else (few,)

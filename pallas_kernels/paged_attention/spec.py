@@ -40,10 +40,20 @@ class KernelSpec:
     kv_dtype: str
 
     @property
+    def pool_shape(self) -> tuple[int, ...]:
+        """Of one layer."""
+        return (
+            self.num_pages,
+            self.page_parts,
+            self.page_rows,
+            self.page_size,
+            self.page_lanes,
+        )
+
+    @property
     def page_bytes(self) -> int:
         """Of one page of one layer."""
-        values = self.page_parts * self.page_rows * self.page_size * self.page_lanes
-        return values * jnp.dtype(self.kv_dtype).itemsize
+        return math.prod(self.pool_shape[1:]) * jnp.dtype(self.kv_dtype).itemsize
 
 
 def tolerance(spec: KernelSpec, length: int) -> tuple[float, float]:

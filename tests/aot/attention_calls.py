@@ -27,25 +27,16 @@ def call(mesh, heads, page_size, slots, rows, columns, q_dtype, kv_dtype, pages,
     )
 
 
-def named_calls(
-    mesh: Mesh,
-    dtype: str,
-    lanes: int = 1,
-    names: tuple[str, ...] = (),
-    kv_dtype: str | None = None,
-) -> tuple[list[tuple], list[dict]]:
-    """Arrays (the sinks last) and static arguments of the named cases, by default of all; pages
-    are of `kv_dtype`, by default of `dtype`."""
-    calls, static, kv_dtype = [], [], kv_dtype or dtype
+def named_calls(mesh: Mesh, dtype: str, lanes: int = 1) -> tuple[list[tuple], list[dict]]:
+    """Arrays (the sinks last) and static arguments of the named cases."""
+    calls, static = [], []
     for case in CASES:
-        if names and case.name not in names:
-            continue
         heads = (case.num_heads, case.num_kv_heads, case.head_dim)
         rows, slots = max(1, sum(case.q_lens)), len(case.q_lens)
         columns = -(-max(case.kv_lens) // case.page_size)
         pages = slots * columns + 1
         sizes = (case.page_size, slots, rows, columns)
-        arrays = call(mesh, heads, *sizes, dtype, kv_dtype, pages, lanes)
+        arrays = call(mesh, heads, *sizes, dtype, dtype, pages, lanes)
         sinks_N = array(mesh, (case.num_heads,), jnp.float32) if case.sinks else None
         calls.append((*arrays, sinks_N))
         static.append(

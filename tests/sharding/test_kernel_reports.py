@@ -45,3 +45,12 @@ def test_ptxas_reports_are_read_per_kernel_and_the_launch_adds_shared_memory():
     assert combine == GpuKernel(
         "combine", registers=14, spill_bytes=0, stack_bytes=0, shared_bytes=0, threads=None
     )
+
+
+def test_kernels_come_in_the_order_in_which_they_are_started():
+    launches = "".join(
+        f"00{i}: kCustomKernel {name} grid: [1, 1, 1] threads: [32, 1, 1]  shared_memory: 0 bytes\n"
+        for i, name in enumerate(("combine", "attend", "combine"))
+    )
+    assert [kernel.name for kernel in gpu_kernels(PTXAS, launches)] == ["combine", "attend"]
+    assert [kernel.name for kernel in gpu_kernels(PTXAS, "")] == ["attend", "combine"]

@@ -192,11 +192,24 @@ def test_narrow_pages_with_scales_per_head(kv_dtype, q_dtype):
     assert excess(out_TNH, case, wide, spec) <= 1
 
 
-@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_pages_of_another_dtype_are_multiplied_in_float32(dtypes):
-    case = Case("mixed", 4, 2, 16, 8, (1, 7), (30, 40))
+MIXED = Case("mixed", 4, 2, 16, 8, (1, 7), (30, 40))
+# With the sizes that an H100 would have: the rows of a KV head are four tiles.
+MIXED_WIDE = Case("mixed_wide", 8, 1, 256, 8, (8, 3), (30, 40))
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "dtypes"),
+    [
+        (MIXED, small_sizes(MIXED), ("float32", "bfloat16")),
+        (MIXED, small_sizes(MIXED), ("bfloat16", "float32")),
+        (MIXED, small_sizes(MIXED), ("bfloat16", "float16")),
+        (MIXED_WIDE, None, ("float32", "bfloat16")),
+    ],
+    ids=name_of,
+)
+def test_pages_of_another_dtype_are_multiplied_in_float32(case, sizes, dtypes):
     inputs = make_inputs(case)
     q_TNH, kv_pages = (jnp.asarray(a, d) for a, d in zip(inputs[:2], dtypes, strict=True))
     inputs = inputs._replace(q_TNH=q_TNH, kv_pages=kv_pages)
-    out_TNH, spec = run(case, inputs, small_sizes(case))
+    out_TNH, spec = run(case, inputs, sizes, chip=CHIPS["h100"])
     assert excess(out_TNH, case, inputs, spec) <= 1

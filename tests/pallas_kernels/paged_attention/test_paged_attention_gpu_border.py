@@ -1,11 +1,14 @@
 """What the Triton kernels refuse and why, and the sizes that they choose."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from pallas_kernels.chips import CHIPS, chip
-from pallas_kernels.paged_attention import choose, refusals
+from pallas_kernels.paged_attention import choose, gpu_triton, refusals
+from pallas_kernels.paged_attention.gpu_cases import covering
+from pallas_kernels.paged_attention.gpu_triton import Q_DTYPES
 from pallas_kernels.paged_attention.gpu_triton_sizes import (
     MOST_ROWS,
     PARTS_BYTES,
@@ -80,6 +83,28 @@ def test_sizes_fit(gpu, heads, dtype):
         if few.parts > 1:
             parts_bytes = 4 * slots * few.parts * few.queries * heads[0] * heads[2]
             assert parts_bytes <= PARTS_BYTES
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_any_two_properties_meet_in_a_covering_call(gpu):
+    specs = covering(chip(gpu))
+    assert {gpu_triton.supports(spec, chip(gpu)) for spec in specs} == {None}
+    rows = [
+        (
+            (spec.q_dtype, spec.kv_dtype),
+            spec.head_dim,
+            spec.max_q_len,
+            spec.num_heads // spec.num_kv_heads,
+            spec.page_size,
+            (spec.window, spec.softcap, spec.sinks),
+        )
+        for spec in specs
+    ]
+    axes = [set(column) for column in zip(*rows, strict=True)]
+    assert {(q, kv) for q in Q_DTYPES for kv in (*Q_DTYPES, "int8")} <= axes[0]
+    assert [len(axis) for axis in axes] == [12 if gpu == "a100" else 18, 8, 4, 6, 5, 5]
+    for a, b in itertools.combinations(range(len(axes)), 2):
+        assert {(row[a], row[b]) for row in rows} == set(itertools.product(axes[a], axes[b]))
 
 
 def test_few_slots_are_split_into_enough_units():
