@@ -72,7 +72,7 @@ def kernels_of_calls(
     specs: Sequence[KernelSpec], target: str, impl: str
 ) -> list[tuple[GpuKernel, ...]]:
     """Of each call on one GPU: attention, with Triton of few and then of many new tokens, and the
-    sum over parts. Mosaic's kernels are told apart only where there is one call.
+    sum over parts. Mosaic's kernels can be told apart only where there is one call.
 
     ValueError: the compiler's words where it refused.
     """

@@ -61,16 +61,13 @@ def _needs(kernel: GpuKernel) -> tuple[int, int, int]:
 
 
 def gpu_kernels(log: str, launches: str) -> list[GpuKernel]:
-    """Of every entry function in a ptxas report, those first that XLA launches by itself, in the
-    order of `launches`, its list of what the program starts."""
-    started = {
-        name: (int(x) * int(y) * int(z), int(shared))
-        for name, x, y, z, shared in re.findall(
-            r"(\S+) grid: \[[\d, ]+\] threads: \[(\d+), (\d+), (\d+)\]\s+"
-            r"shared_memory: (\d+) bytes",
-            launches,
-        )
-    }
+    """Of every entry function in a ptxas report: first those in `launches`, XLA's list of what the
+    program starts, once for each start and in their order, then those that XLA does not launch."""
+    starts = re.findall(
+        r"(\S+) grid: \[[\d, ]+\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+) bytes",
+        launches,
+    )
+    started = {name: (int(x) * int(y) * int(z), int(shared)) for name, x, y, z, shared in starts}
     found: dict[str, GpuKernel] = {}
     for block in log.split("Compiling entry function '")[1:]:
         name = block[: block.index("'")]
@@ -91,7 +88,5 @@ def gpu_kernels(log: str, launches: str) -> list[GpuKernel]:
         )
         # Mosaic calls all of a function's kernels alike: the one that needs most stands for them.
         found[name] = max(found.get(name, kernel), kernel, key=_needs)
-    order = list(started)
-    return sorted(
-        found.values(), key=lambda k: order.index(k.name) if k.name in started else len(order)
-    )
+    launched = [found[name] for name, *_ in starts if name in found]
+    return launched + [kernel for name, kernel in found.items() if name not in started]
