@@ -218,6 +218,14 @@ def test_chunks_and_caching_and_waves_change_nothing():
         assert engine.all_pages_are_free
 
 
+def test_searches_that_may_not_fit_together_run_one_after_the_other():
+    """Each may come to hold 20 of 29 pages; nobody's pages are taken away."""
+    engine = engine_of(config=SMALL)
+    found = engine.search(PROMPTS[:3], BeamSearchParams(2, 34))
+    assert [len(s.tokens) for (s, _) in found] == [len(p) + 34 for p in PROMPTS[:3]]
+    assert engine.counters()["preemptions"] == 0
+
+
 def test_beams_share_pages_and_copy_only_those_they_write():
     prompt = RNG.integers(0, 11, 18).tolist()  # four full pages and half a one
     engine = engine_of(config=UNCACHED)
