@@ -92,7 +92,8 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
     k_scale, v_scale = (scale_ref[0, k], scale_ref[1, k]) if plan.scaled else (1.0, 1.0)
 
     def tile(row, tokens, zero=0):
-        """Rows, their tokens and heads, which rows there are, and their places in q and o."""
+        """Rows, their tokens and heads, which rows there are, and their places in q and o. A `zero`
+        that the compiler does not know for one makes it compute them anew."""
         r_M = first_row + zero + jnp.arange(plan.rows)
         token_M = lax.div(r_M, plan.group)
         n_M = k * plan.group + lax.rem(r_M, plan.group)
@@ -145,8 +146,7 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
         max_M, sum_M, o_MH = lax.fori_loop(begin, end, add_block, start)
         o_MH = o_MH * (v_scale / jnp.where(sum_M == 0, 1.0, sum_M))[:, None]
 
-        # Read once more, so that no register holds a place while keys are attended to; nor can the
-        # compiler know that there are no fewer than 0 parts, and keep rows instead.
+        # Read once more, so that no register holds a place while keys are attended to.
         row, tokens, parts = (
             plgpu.load(units_ref.at[u, jnp.int32(c)], volatile=True)
             for c in (Unit.ROW, Unit.TOKENS, Unit.PARTS)
