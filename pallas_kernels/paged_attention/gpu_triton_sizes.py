@@ -80,7 +80,8 @@ def _multiplies_float32(spec: KernelSpec) -> bool:
 
 
 def _float32_rows(spec: KernelSpec) -> int:
-    return max(FEWEST_ROWS, min(FLOAT32_ROWS, FLOAT32_TILE // lanes_of(spec)))
+    most = FEWEST_ROWS if _widens_to_float32(spec) else FLOAT32_ROWS
+    return max(FEWEST_ROWS, min(most, FLOAT32_TILE // lanes_of(spec)))
 
 
 def _float32_keys(spec: KernelSpec) -> int:

@@ -44,14 +44,16 @@ def check_calls(specs, chip):
         for kernel in kernels:
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), (spec, kernel)
             assert kernel.registers * kernel.threads <= 65_536, (spec, kernel)
-            assert 0 < kernel.shared_bytes <= most_bytes, (spec, kernel)
+            assert kernel.shared_bytes <= most_bytes, (spec, kernel)
+        assert kernels[0].shared_bytes > 0, spec
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_calls_compile_without_spills(chip):
-    """The named cases, and some of the covering calls."""
+    """Some of the covering calls and, of an older and of a newer GPU, the named cases."""
     some = covering(chip_named(chip))[CHIPS.index(chip) :: STRIDE]
-    check_calls([*some, *(named(case, NAMED_DTYPES[0]) for case in CASES)], chip)
+    cases = CASES if chip in ("a100", "h100") else ()
+    check_calls([*some, *(named(case, NAMED_DTYPES[0]) for case in cases)], chip)
 
 
 @pytest.mark.sweep
