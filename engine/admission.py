@@ -3,6 +3,8 @@
 Order is (priority, arrival), without overtaking. A request starts from cached pages of its prefix,
 from its parent's pages (a fork), or from nothing. The function contains no loop over slots or
 pages and never fails: what does not fit waits.
+
+Letters beyond those of `engine.state`: A candidates of a round.
 """
 
 import jax
@@ -56,7 +58,8 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
     computed_A = jnp.where(fork_A, prompt_A - 1, hits_A * C)
     held_AM = jnp.arange(config.pages_per_seq) < held_A[:, None]
 
-    # A page that is found free is used up like one that is taken; a fork copies its last page.
+    # A page that is found free is used up like one that is taken (counted for each that finds it,
+    # which errs on the safe side); a fork copies its last page.
     revived_A = jnp.sum(held_AM & (pool.refcount_P.at[table_AM].get(mode="clip") == 0), axis=1)
     cost_A = ceil_div(tokens_A, C) - held_A + revived_A + fork_A
     running_S = slots.status_S == RUNNING
@@ -66,6 +69,7 @@ def _admit(config: EngineConfig, state: BatchState, room: jax.Array) -> BatchSta
     fits_A = exists_A & (jnp.cumsum(cost_A) <= available)
     fits_A &= jnp.arange(config.admissions_per_round) < room
     if config.policy == "continuous":
+        # A row that lacks one token decodes, outside of the budget.
         left_S = jnp.where(running_S, slots.num_tokens_S - slots.num_computed_S, 0)
         ahead_A = pick(sum_before(jnp.where(left_S > 1, left_S, 0), slots), slot_A)
         own_A = tokens_A - computed_A

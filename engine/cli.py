@@ -82,6 +82,8 @@ def read_prompts(texts: Sequence[str], files: Sequence[str], lines: bool) -> lis
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, with --file or on standard input")
         files = ["-"]
+    if lines and not files:
+        raise ValueError("--lines is for files and standard input; the prompts are arguments")
     prompts = list(texts)
     for name in files:
         if name == "-" and sys.stdin is None:

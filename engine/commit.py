@@ -1,4 +1,7 @@
-"""The end of a round: histories grow, full pages are published, what finished frees its pages."""
+"""The end of a round: histories grow, full pages are published, what finished frees its pages.
+
+Letters beyond those of `engine.state`: W pages that a row may fill in a round.
+"""
 
 from typing import Any
 
@@ -43,7 +46,8 @@ def commit(
     finite) ends the row with an error and publishes none of its pages.
     """
     slots = state.slots
-    requests = jax.tree.map(lambda x: pick(x, plan.slot_R), slots.requests.replace(sampling=None))
+    asked = slots.requests.replace(sampling=None)  # nothing here reads it
+    requests = jax.tree.map(lambda x: pick(x, plan.slot_R), asked)
     known_R = pick(slots.num_tokens_S, plan.slot_R)
     ran_R = plan.q_len_R > 0
     computed_R = plan.start_R + plan.q_len_R
@@ -93,7 +97,7 @@ def _publish(config: EngineConfig, state: BatchState, plan: Plan, sound_R: jax.A
 
 
 def _publish_pages(
-    config, state: BatchState, plan: Plan, fills_R, full_R, width: int
+    config, state: BatchState, plan: Plan, fills_R, num_full_R, width: int
 ) -> BatchState:
     slots, pool, C = state.slots, state.pool, config.page_size
     chain_R = pick(slots.chain_len_S, plan.slot_R)
@@ -104,7 +108,7 @@ def _publish_pages(
     # The tip may be another request's page, and may have been taken for something else since.
     alive_R = pool.epoch_P.at[tip_R].get(mode="clip") == tip_epoch_R
     page_index_RW = chain_R[:, None] + jnp.arange(width)
-    full_RW = (fills_R & alive_R)[:, None] & (page_index_RW < full_R[:, None])
+    full_RW = (fills_R & alive_R)[:, None] & (page_index_RW < num_full_R[:, None])
     position_RWC = page_index_RW[:, :, None] * C + jnp.arange(C)
     tokens_RWC = slots.tokens_SX.at[plan.slot_R[:, None, None], position_RWC].get(mode="clip")
     hash_RW = pick(slots.chain_hash_S, plan.slot_R)[:, None] + jnp.cumsum(

@@ -87,7 +87,7 @@ def new_choices(
 
 @dataclass(frozen=True)
 class Update:
-    """News of one choice: how many of its tokens are new, and why it ended if it did."""
+    """News of a choice: how many of its tokens are new; its `finish_reason` says if it ended."""
 
     choice: Choice
     num_new: int

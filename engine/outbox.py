@@ -5,6 +5,7 @@ fits an inbox. Invariant: an unfinished choice is in `queue` until it is sent an
 on, and no more are out than there are slots.
 """
 
+import itertools
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
@@ -40,9 +41,14 @@ class Outbox:
 
     @property
     def unanswered_tokens(self) -> int:
-        """Prompt tokens of the choices that have no first token yet."""
-        unanswered = (c for c in (*self.out.values(), *self.queue) if not c.token_ids)
-        return sum(len(c.prompt_ids) for c in unanswered)
+        """Prompt tokens of the choices that have no first token yet, counted until they fill a
+        round: the queue may be long."""
+        tokens = 0
+        for choice in itertools.chain(self.out.values(), self.queue):
+            tokens += 0 if choice.token_ids else len(choice.prompt_ids)
+            if tokens >= self._config.token_budget:
+                break
+        return tokens
 
     @property
     def awaits_prompt_scores(self) -> bool:
@@ -59,8 +65,8 @@ class Outbox:
     def _arrivals(self) -> list[Choice]:
         """The head of the queue, as much as slots and one inbox hold."""
         config, chosen, tokens = self._config, [], 0
-        # Aborted requests hold no slots: if more are out than one inbox takes, those in it free as
-        # many slots as can arrive.
+        # An abort for which this inbox has no room still holds its slot on the device, though it is
+        # not `out`. Then the inbox is full of aborts, which free as many slots as can arrive.
         while self.queue and len(chosen) < config.inbox_size:
             choice = self.queue[0]
             tokens += len(choice.prompt_ids)

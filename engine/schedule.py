@@ -4,7 +4,10 @@
 parameters nor a model, contain no loop over slots or pages, and never fail: what does not fit
 waits. Order is (priority, arrival) everywhere, so row r of a plan is the r-th running request in
 that order, and cumulative sums over rows serve them in that order. The first running request is
-never preempted and always gets its pages, so every request finishes in bounded time.
+never preempted, and a round that is short of pages takes those of the last one: the first goes on
+after as many rounds as there are rows, so every request finishes in bounded time.
+
+Letters beyond those of `engine.state`: N pages that a round hands out.
 """
 
 import jax
@@ -87,7 +90,8 @@ def _needs(config: EngineConfig, state: BatchState, plan: Plan) -> tuple[jax.Arr
 
 
 def _written_page(config: EngineConfig, slots: Slots, plan: Plan) -> jax.Array:
-    """The page in which each row's next token falls, as the table has it now."""
+    """The page in which each row's next token falls; page 0, which nobody shares, where it has none
+    there yet."""
     column_R = plan.start_R // config.page_size
     return slots.page_table_SM.at[plan.slot_R, column_R].get(mode="fill", fill_value=0)
 
@@ -121,7 +125,7 @@ def _preempt_last(state: BatchState, plan: Plan) -> tuple[BatchState, Plan]:
 def _hand_out(config: EngineConfig, state: BatchState, plan: Plan) -> tuple[BatchState, Plan]:
     slots, C = state.slots, config.page_size
     need_R, copy_R = _needs(config, state, plan)
-    # Decoding rows take one page at most, prefilling ones what the budget fills and their edges.
+    # What the budget fills, and for each row an edge and a copy.
     most = 2 * config.max_num_seqs + config.token_budget // C
     end_R = jnp.cumsum(need_R)
     item_N = jnp.arange(most, dtype=jnp.int32)

@@ -21,13 +21,13 @@ from engine.cli import run
 from pallas_kernels.chips import Chip, chip
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, gpu_mosaic_sizes
 from pallas_kernels.paged_attention.gpu_cases import SERVING, covering
+from pallas_kernels.paged_attention.gpu_triton_sizes import TAKEN_BYTES
 from pallas_kernels.paged_attention.spec import KernelSpec
 from sharding.attention_programs import kernels_of_calls
 from sharding.kernel_reports import GpuKernel
 
 TARGETS = ("a100", "l4", "h100", "b200")
 SM_REGISTERS = 65_536  # of every GPU of the chip table
-RESERVED_BYTES = 1024  # shared memory that a program takes beside its own
 # Calls that one child compiles; it cannot tell the kernels of two Mosaic calls apart.
 AT_ONCE = {"gpu_triton": 48, "gpu_mosaic": 1}
 CALL = (
@@ -71,7 +71,7 @@ def facts(kernel: GpuKernel, each: Chip) -> dict:
     if kernel.threads is None:
         return found
     by_registers = SM_REGISTERS // (-(-kernel.registers // 8) * 8 * kernel.threads)
-    by_memory = each.shared_memory_sm_bytes // (kernel.shared_bytes + RESERVED_BYTES)
+    by_memory = each.shared_memory_sm_bytes // (kernel.shared_bytes + TAKEN_BYTES)
     return found | {"programs_per_sm": min(by_registers, by_memory)}
 
 

@@ -33,7 +33,10 @@ def new_directory(directory: Path, marker: str, *, overwrite: bool) -> Iterator[
         raise ValueError(f"{directory} was not saved by Pallasite and will not be overwritten")
     work, aside = (directory.with_name(f".{directory.name}.{os.getpid()}{s}") for s in ("", ".old"))
     shutil.rmtree(work, ignore_errors=True)  # left by a process of the same id that was killed
-    work.mkdir(parents=True)
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be made: {error.strerror}") from error
     try:
         yield work
         if not directory.exists():

@@ -33,7 +33,7 @@ from pallas_kernels.paged_attention.gpu_plan import Row, Unit
 
 LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
-COMBINED = 1024  # numbers of parts of a row that are summed at once: what registers hold
+COMBINED = 1024  # values of parts of a row that are summed at once: what registers hold
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ MOST_PARTS = 128
 PARTS_OF_ONE = 32  # at least, so that a slot much longer than all others occupies many SMs
 UNITS_PER_SM = 32  # of split slots, if all are as long as can be
 PARTS_BYTES = 256 << 20  # memory for the parts of split slots
+TAKEN_BYTES = 1024  # shared memory of an SM that a program takes beside its own
 # Float32 is multiplied number by number, not on tensor cores: ptxas spills with larger blocks and
 # tiles and, aiming at fewer registers of a thread, with more warps.
 FLOAT32_ROWS = 32
@@ -92,7 +93,7 @@ def _widens_to_float32(spec: KernelSpec) -> bool:
     return _multiplies_float32(spec) and spec.kv_dtype != "float32"
 
 
-def _widens_many(spec: KernelSpec, chip: Chip) -> bool:
+def _spills_at_128_rows(spec: KernelSpec, chip: Chip) -> bool:
     """Whether ptxas spills where 8-bit keys meet 128 rows: not on Hopper, else on Blackwell always
     and before from 128 lanes on."""
     major, _ = chip.compute_capability
@@ -109,7 +110,7 @@ def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
         rows, keys, warps = _float32_rows(spec), _float32_keys(spec), 4
     elif narrow and lanes_of(spec) > 128 and chip.compute_capability >= (10, 0):
         rows, keys, warps = 32, 16, 4
-    elif lanes_of(spec) > 128 or (narrow and _widens_many(spec, chip)):
+    elif lanes_of(spec) > 128 or (narrow and _spills_at_128_rows(spec, chip)):
         rows, keys, warps = 64, 32, 8
     else:
         rows, keys, warps = 128, 32 if from_registers else 64, 8
@@ -157,5 +158,5 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     else:
         tight = rows > FEWEST_ROWS or lanes < 32
         most_keys = 32 if narrow and tight and chip.compute_capability < (9, 0) else 64
-    few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - 1024)
+    few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - TAKEN_BYTES)
     return (few, _chunk(spec, chip)) if chunks else (few,)

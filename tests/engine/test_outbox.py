@@ -1,5 +1,7 @@
 """What goes out with the next dispatch: order, room in slots and inbox, what is left for later."""
 
+from dataclasses import replace
+
 from engine.config import EngineConfig
 from engine.dispatch import Choice, Fork
 from engine.outbox import Outbox
@@ -51,6 +53,12 @@ def test_prompts_that_exceed_an_inbox_together_go_one_after_the_other():
     assert outbox.unanswered_tokens == 18
     outbox.out[0].token_ids.append(5)
     assert outbox.unanswered_tokens == 9
+
+
+def test_a_long_queue_is_counted_until_it_fills_a_round():
+    outbox = Outbox(replace(CONFIG, token_budget=10))
+    outbox.add([choice(0, 9), choice(1, 8), choice(2, 7)])
+    assert outbox.unanswered_tokens == 17
 
 
 def test_only_what_was_sent_is_aborted_on_the_device_and_as_many_as_an_inbox_takes():

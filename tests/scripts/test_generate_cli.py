@@ -45,6 +45,7 @@ def test_a_process_ends_with_one_line_and_exit_code_2():
         ([], b"", "prompt 0 is empty"),
         (["--file", "no/such/file"], b"", "no/such/file"),
         (["--lines"], b"\n \n", "every line is blank"),
+        (["hi", "--lines"], b"", "--lines is for files and standard input"),
         (["x", "--max-tokens", "0"], b"", "max_tokens must be at least 1, got 0"),
         (["x", "--temperature", "nan"], b"", "temperature"),
         (["x", "--dtype", "float16"], b"", "unknown dtype 'float16'"),

@@ -69,6 +69,13 @@ def test_load_model_recognises_and_converts(saved):
     np.testing.assert_array_equal(got.embed_VD, params.embed_VD.astype(jnp.bfloat16))
 
 
+def test_a_place_that_cannot_be_is_named(saved, tmp_path):
+    _, config, params = saved
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file/x cannot be made: Not a directory"):
+        save(tmp_path / "file" / "x", config, params)
+
+
 def test_existing_directory_is_kept_unless_asked(saved, tmp_path):
     path, config, params = saved
     other = jax.tree.map(lambda x: jnp.asarray(-np.asarray(x)), params)
