@@ -89,6 +89,14 @@ def _float32_keys(spec: KernelSpec) -> int:
     return 32 if lanes_of(spec) <= (32 if _widens_to_float32(spec) else 64) else 16
 
 
+def _most_rows(spec: KernelSpec, chip: Chip) -> int:
+    """Of a decode tile: as many as leave shared memory for two of the smallest blocks."""
+    rows = _float32_rows(spec) if _multiplies_float32(spec) else MOST_ROWS
+    while rows > FEWEST_ROWS and shared_bytes(spec, Sizes(1, rows, 16)) > chip.shared_memory_bytes:
+        rows //= 2
+    return rows
+
+
 def _widens_to_float32(spec: KernelSpec) -> bool:
     return _multiplies_float32(spec) and spec.kv_dtype != "float32"
 
@@ -144,8 +152,7 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     group = spec.num_heads // spec.num_kv_heads
     chunks = most > FEW_QUERIES
     queries = max(1, FEWEST_ROWS // group) if chunks else most
-    most_rows = _float32_rows(spec) if _multiplies_float32(spec) else MOST_ROWS
-    rows = min(most_rows, max(FEWEST_ROWS, power_of_two(queries * group)))
+    rows = min(_most_rows(spec, chip), max(FEWEST_ROWS, power_of_two(queries * group)))
     parts, part_keys = parts_of(spec, queries, chip)
     row_tiles = math.ceil(queries * group / rows)
     programs = -(-2 * chip.cores // (spec.num_kv_heads * row_tiles))

@@ -85,7 +85,7 @@ def test_sizes_fit(gpu, heads, dtype):
             assert parts_bytes <= PARTS_BYTES
 
 
-@pytest.mark.parametrize("gpu", ["a100", "h100"])
+@pytest.mark.parametrize("gpu", ["a100", "l4", "h100", "b200"])
 def test_any_two_properties_meet_in_a_covering_call(gpu):
     specs = covering(chip(gpu))
     assert {gpu_triton.supports(spec, chip(gpu)) for spec in specs} == {None}
