@@ -138,10 +138,11 @@ def parts_of(spec: KernelSpec, queries: int, chip: Chip) -> tuple[int, int]:
     pairs = spec.num_slots * spec.num_kv_heads
     part_keys = 1024 if pairs >= 2 * chip.cores else 256
     longest = spec.pages_per_slot * spec.page_size
-    if spec.window is not None:
-        longest = min(longest, spec.window + queries)
     most = max(PARTS_OF_ONE, UNITS_PER_SM * chip.cores // pairs)
-    most = min(MOST_PARTS, most, -(-longest // part_keys))
+    # At least 2, since ptxas spills a few bytes in some calls that can split nothing.
+    most = min(MOST_PARTS, most, max(2, -(-longest // part_keys)))
+    if spec.window is not None:
+        most = min(most, -(-(spec.window + queries) // part_keys))
     part_bytes = 4 * spec.num_slots * queries * spec.num_heads * spec.head_dim
     return max(1, min(most, PARTS_BYTES // part_bytes)), part_keys
 
