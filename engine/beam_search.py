@@ -270,5 +270,5 @@ def _check(engine: Engine, i: int, ids: list[int], salt: int, sampling: Sampling
                 f"{engine.config.num_pages - 1}; use more pages, fewer beams or fewer max_tokens"
             )
     except ValueError as error:
-        raise ValueError(f"prompt {i}: {error}") from error
+        raise ValueError(f"prompts[{i}]: {error}") from error
     return need

@@ -104,7 +104,7 @@ def read_prompts(texts: Sequence[str], files: Sequence[str], lines: bool) -> lis
             prompts += found
         else:
             prompts.append(text.removesuffix("\n"))
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise ValueError(f"prompt {i} is empty; give at least one character")
     return prompts

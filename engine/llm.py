@@ -211,7 +211,7 @@ class LLM:
                 try:
                     requests[request_id] = self._add(request_id, *asked)
                 except ValueError as error:
-                    raise ValueError(f"prompt {i}: {error}") from error
+                    raise ValueError(f"prompts[{i}]: {error}") from error
             complete = True
         finally:
             if not complete:

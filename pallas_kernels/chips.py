@@ -254,6 +254,28 @@ _SIBLINGS = (
         device_kinds=("NVIDIA H100 PCIe",),
     ),
     replace(
+        _ROWS["h100"],
+        name="h100-nvl",
+        bf16_flops_per_s=835.5e12,  # [nvidia] 1671e12 with sparsity
+        fp8_flops_per_s=1670.5e12,  # [nvidia] 3341e12 with sparsity
+        int8_ops_per_s=1670.5e12,  # [nvidia] 3341e12 with sparsity
+        hbm_bytes=94_000_000_000,  # [nvidia] 94 GB
+        hbm_bytes_per_s=3900e9,  # [nvidia]
+        link_bytes_per_s=600e9,  # [nvidia] NVLink bridge
+        clock_hz=1.545e9,  # [calc] 835.5e12 / (132 SMs x 4 x 512 x 2)
+        device_kinds=("NVIDIA H100 NVL",),
+    ),
+    replace(
+        _ROWS["h200"],
+        name="h200-nvl",
+        bf16_flops_per_s=835.5e12,  # [nvidia] 1671e12 with sparsity
+        fp8_flops_per_s=1670.5e12,  # [nvidia] 3341e12 with sparsity
+        int8_ops_per_s=1670.5e12,  # [nvidia] 3341e12 with sparsity
+        hbm_bytes=141_000_000_000,  # [nvidia] 141 GB
+        clock_hz=1.545e9,  # [calc] 835.5e12 / (132 SMs x 4 x 512 x 2)
+        device_kinds=("NVIDIA H200 NVL",),
+    ),
+    replace(
         _ROWS["b200"],
         name="gb200",  # one of its GPUs
         cores=152,  # [xla]

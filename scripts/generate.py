@@ -119,7 +119,7 @@ def main() -> None:
     else:
         print(stats.line(), file=sys.stderr)
     errors = [output.outputs[0].error for output in outputs]
-    for i, error in enumerate(errors):
+    for i, error in enumerate(errors, start=1):
         if error:
             print(f"error: prompt {i}: {error}", file=sys.stderr)
     if any(errors):
@@ -140,7 +140,7 @@ def check_prompts(
         sizes.engine_config(found.config, found.dtype),
         sizes.sampling_limits(found.config),
     )
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(prompts, start=1):
         try:
             check_request(config, limits, prompt, params)
         except ValueError as error:

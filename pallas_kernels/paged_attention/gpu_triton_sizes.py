@@ -22,7 +22,7 @@ UNITS_PER_SM = 32  # of split slots, if all are as long as can be
 PARTS_BYTES = 256 << 20  # memory for the parts of split slots
 TAKEN_BYTES = 1024  # shared memory of an SM that a program takes beside its own
 # Float32 is multiplied number by number, not on tensor cores: ptxas spills with larger blocks and
-# tiles and, aiming at fewer registers of a thread, with more warps.
+# tiles.
 FLOAT32_ROWS = 32
 FLOAT32_TILE = 2048  # rows times lanes, but FEWEST_ROWS at least
 
@@ -89,6 +89,15 @@ def _float32_keys(spec: KernelSpec) -> int:
     return 32 if lanes_of(spec) <= (32 if _widens_to_float32(spec) else 64) else 16
 
 
+def _float32_warps(spec: KernelSpec) -> int:
+    return 8 if lanes_of(spec) >= 128 and not _widens_to_float32(spec) else 4
+
+
+def _on_hopper(chip: Chip) -> bool:
+    """Whose tensor cores take both operands from shared memory, so that registers are left."""
+    return chip.compute_capability[0] == 9
+
+
 def _most_rows(spec: KernelSpec, chip: Chip) -> int:
     """Of a decode tile: as many as leave shared memory for two of the smallest blocks."""
     rows = _float32_rows(spec) if _multiplies_float32(spec) else MOST_ROWS
@@ -104,26 +113,29 @@ def _widens_to_float32(spec: KernelSpec) -> bool:
 def _spills_at_128_rows(spec: KernelSpec, chip: Chip) -> bool:
     """Whether ptxas spills where 8-bit keys meet 128 rows: not on Hopper, else on Blackwell always
     and before from 128 lanes on."""
-    major, _ = chip.compute_capability
-    return major != 9 and (major > 9 or lanes_of(spec) >= 128)
+    blackwell = chip.compute_capability >= (10, 0)
+    return not _on_hopper(chip) and (blackwell or lanes_of(spec) >= 128)
+
+
+def _keys_for_128_rows(spec: KernelSpec, chip: Chip) -> int:
+    """As many as ptxas has registers for."""
+    if _on_hopper(chip) or (chip.compute_capability[0] == 10 and lanes_of(spec) > 64):
+        return 64
+    return 16 if spec.kv_dtype.startswith("float8") else 32
 
 
 def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
     """The largest tile that takes at most a thread's registers and a program's shared memory."""
     group = spec.num_heads // spec.num_kv_heads
-    # Hopper's tensor cores read both operands from shared memory, earlier ones from registers.
-    from_registers = chip.compute_capability < (9, 0)
     narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
     if _multiplies_float32(spec):
-        rows, keys, warps = _float32_rows(spec), _float32_keys(spec), 4
+        rows, keys, warps = _float32_rows(spec), _float32_keys(spec), _float32_warps(spec)
     elif narrow and lanes_of(spec) > 128 and chip.compute_capability >= (10, 0):
         rows, keys, warps = 32, 16, 4
     elif lanes_of(spec) > 128 or (narrow and _spills_at_128_rows(spec, chip)):
         rows, keys, warps = 64, 32, 8
     else:
-        rows, keys, warps = 128, 32 if from_registers else 64, 8
-        if from_registers and spec.kv_dtype.startswith("float8"):
-            keys = 16
+        rows, keys, warps = 128, _keys_for_128_rows(spec, chip), 8
     while True:
         sizes = Sizes(max(1, rows // group), rows, keys, warps=warps)
         sizes = _block(spec, sizes, keys, chip.shared_memory_bytes)
@@ -139,10 +151,10 @@ def parts_of(spec: KernelSpec, queries: int, chip: Chip) -> tuple[int, int]:
     part_keys = 1024 if pairs >= 2 * chip.cores else 256
     longest = spec.pages_per_slot * spec.page_size
     most = max(PARTS_OF_ONE, UNITS_PER_SM * chip.cores // pairs)
+    if spec.window is not None:
+        longest = min(longest, spec.window + queries)
     # At least 2, since ptxas spills a few bytes in some calls that can split nothing.
     most = min(MOST_PARTS, most, max(2, -(-longest // part_keys)))
-    if spec.window is not None:
-        most = min(most, -(-(spec.window + queries) // part_keys))
     part_bytes = 4 * spec.num_slots * queries * spec.num_heads * spec.head_dim
     return max(1, min(most, PARTS_BYTES // part_bytes)), part_keys
 
@@ -160,11 +172,11 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)
     lanes, narrow = lanes_of(spec), jnp.dtype(spec.kv_dtype).itemsize == 1
     if _multiplies_float32(spec):
-        most_keys = _float32_keys(spec)
+        most_keys, few = _float32_keys(spec), replace(few, warps=_float32_warps(spec))
     elif lanes > 128:
         most_keys, few = 32, replace(few, warps=8 if rows == MOST_ROWS or narrow else 4)
     else:
-        tight = rows > FEWEST_ROWS or lanes < 32
-        most_keys = 32 if narrow and tight and chip.compute_capability < (9, 0) else 64
+        tight = (rows > FEWEST_ROWS or lanes < 32) and not _on_hopper(chip)
+        most_keys = 32 if narrow and (tight or queries == rows) else 64
     few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - TAKEN_BYTES)
     return (few, _chunk(spec, chip)) if chunks else (few,)

@@ -212,7 +212,7 @@ def test_lists_that_are_none_are_refused(prompts, settings, message):
 
 
 def test_an_array_without_a_dimension_is_no_prompt():
-    with pytest.raises(ValueError, match="prompt 0: token ids must be a list of integers"):
+    with pytest.raises(ValueError, match=r"prompts\[0\]: token ids must be a list of integers"):
         shared_llm().generate(np.array(3), greedy(1), use_tqdm=False)
     with pytest.raises(TypeError, match="model must be a name or a path, got None"):
         LLM(None)

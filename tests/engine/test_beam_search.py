@@ -332,7 +332,10 @@ def test_leaving_a_search_aborts_it():
         ({"temperature": 0.7}, "temperature must be in 0.0 .. 0.0, got 0.7; .*draws nothing"),
         ({"length_penalty": float("nan")}, "length_penalty must be in -10.0 .. 10.0, got nan"),
         ({"beam_width": 9}, "beam_width 9 needs max_num_seqs 9, the engine has 8"),
-        ({"max_tokens": 39}, "prompt 1: 8 beams of 40 tokens need 96 pages of 4, the pool has 89"),
+        (
+            {"max_tokens": 39},
+            r"prompts\[1\]: 8 beams of 40 tokens need 96 pages of 4, the pool has 89",
+        ),
     ],
 )
 def test_b21_bad_values_are_refused_before_any_work(fields, message):
@@ -352,7 +355,7 @@ def test_b21_what_the_engine_cannot_do_is_refused():
     with pytest.raises(ValueError, match="continuous scheduling_policy, the engine has static"):
         static.search([[1]], params)
     for bad, message in (([1, 11], "token id 11 is outside"), ([], "the prompt is empty")):
-        with pytest.raises(ValueError, match=f"prompt 1: {message}"):
+        with pytest.raises(ValueError, match=rf"prompts\[1\]: {message}"):
             engine_of().search([[1], bad], params)
     for wrong in ({"beam_width": 2.0}, {"ignore_eos": 1}, {"max_tokens": None}):
         with pytest.raises(TypeError, match=next(iter(wrong))):

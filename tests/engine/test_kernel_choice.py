@@ -31,7 +31,7 @@ def test_a_device_is_a_chip_only_under_its_exact_name():
     assert len(known) == sum(len(c.device_kinds) for c in CHIPS.values())
     for kind, name in known.items():
         assert chip_of_device(kind).name == name
-    for kind in ("cpu", "NVIDIA L40", "NVIDIA H100 NVL", "TPU v2", "TPU v60", "", "Interpreter"):
+    for kind in ("cpu", "NVIDIA L40", "NVIDIA H20", "TPU v2", "TPU v60", "", "Interpreter"):
         assert chip_of_device(kind) is None
 
 
@@ -53,7 +53,7 @@ def test_a_tpu_uses_its_kernel_where_that_takes_every_call():
 
 @pytest.mark.parametrize("token_budget", [16, 128, 256])
 def test_a_chip_that_is_chosen_takes_the_calls_of_all_programs(token_budget):
-    """Llama 3.2 1B on a v4 and Gemma 3 270M on an L4 have no kernel for passes of 16 tokens."""
+    """Llama 3.2 1B on a v4 has no kernel for passes of 16 tokens."""
     fallbacks = set()
     for chip_name in CHIPS:
         for name in ("llama-3.2-1b", "gemma-3-270m", "llama-3.1-8b", "phi-3-mini-4k"):
@@ -69,9 +69,9 @@ def test_a_chip_that_is_chosen_takes_the_calls_of_all_programs(token_budget):
             for spec in calls(preset(name), config, budgets, jnp.bfloat16, found):
                 assert choose(spec, found) not in PLAIN
     if token_budget == 16:
-        assert {("v4", "llama-3.2-1b"), ("l4", "gemma-3-270m")} <= fallbacks
+        assert fallbacks == {("v4", "llama-3.2-1b")}
     else:
-        assert not {("v4", "llama-3.2-1b"), ("l4", "gemma-3-270m")} & fallbacks
+        assert not fallbacks
 
 
 def test_every_program_is_asked_for(monkeypatch):
@@ -99,12 +99,12 @@ def test_plain_xla_was_asked_for_or_is_the_fallback_with_its_reason():
 def test_an_accelerator_without_a_row_in_the_table_is_told(monkeypatch):
     """It would run slowly with nobody knowing why."""
     assert unknown_accelerator() is None
-    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 NVL")
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H20")
     monkeypatch.setattr("engine.platform.jax.devices", lambda: [device])
     assert attached_chip() is None
     unknown = unknown_accelerator()
-    assert unknown == "NVIDIA H100 NVL"
-    reason = "the chip table (pallas_kernels/chips.py) has no row for 'NVIDIA H100 NVL'"
+    assert unknown == "NVIDIA H20"
+    reason = "the chip table (pallas_kernels/chips.py) has no row for 'NVIDIA H20'"
     where = SMOLLM2, sizes(), jnp.bfloat16, None
     assert kernel_chip(*where, unknown=unknown) == (None, reason)
     assert kernel_chip(*where, "xla", unknown=unknown) == (None, None)
@@ -115,11 +115,9 @@ def test_an_accelerator_without_a_row_in_the_table_is_told(monkeypatch):
 
 
 def test_the_engine_warns_once_of_such_an_accelerator(monkeypatch):
-    monkeypatch.setattr("engine.engine_args.unknown_accelerator", lambda: "NVIDIA H100 NVL")
+    monkeypatch.setattr("engine.engine_args.unknown_accelerator", lambda: "NVIDIA H20")
     config = tiny_config()
-    with pytest.warns(
-        UserWarning, match="the chip table .* has no row for 'NVIDIA H100 NVL'"
-    ) as said:
+    with pytest.warns(UserWarning, match="the chip table .* has no row for 'NVIDIA H20'") as said:
         LLM.from_params(config, tiny_params(config), max_num_seqs=2, max_model_len=64)
     assert len(said) == 1
 

@@ -317,8 +317,8 @@ def test_no_program_copies_the_cache(settings):
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([[]], "prompt 0: the prompt is empty"),
-        ([[1], [VOCAB]], f"prompt 1: token id {VOCAB} is outside 0 .. {VOCAB - 1}"),
+        ([[]], r"prompts\[0\]: the prompt is empty"),
+        ([[1], [VOCAB]], rf"prompts\[1\]: token id {VOCAB} is outside 0 .. {VOCAB - 1}"),
         ([[-1]], "token id -1"),
         ([[2**63]], "is outside"),
         (["text"], "need a tokenizer"),
@@ -328,8 +328,8 @@ def test_no_program_copies_the_cache(settings):
         (b"text", "token ids must be a list of integers: got b'text'"),
         ([[True, False]], "token ids must be a list of integers: got .True"),
         ([{1, 2}], "token ids must be a list of integers: got {1"),
-        (5, "prompt 0: token ids must be a list of integers"),
-        (None, "prompt 0: token ids must be a list of integers"),
+        (5, r"prompts\[0\]: token ids must be a list of integers"),
+        (None, r"prompts\[0\]: token ids must be a list of integers"),
         ([{"prompt_token_ids": [1], "lora": 3}], "lora"),
         ([{"prompt_token_ids": [1], "cache_salt": -1}], "cache_salt"),
     ],

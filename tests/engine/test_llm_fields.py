@@ -191,7 +191,7 @@ def test_beam_search_takes_prompts_as_generate_does(llm):
     tails = expected([PROMPTS[3], PROMPTS[4]], 4)
     assert found == [PROMPTS[3] + tails[0], PROMPTS[4] + tails[1]]
     assert llm.beam_search([], params) == []
-    with pytest.raises(ValueError, match="prompt 1: the prompt is empty"):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: the prompt is empty"):
         llm.beam_search([[1], []], params)
     with pytest.raises(ValueError, match="beam_width 4 needs max_num_seqs 4, the engine has 3"):
         llm.beam_search([[1]], BeamSearchParams(4, 2))

@@ -41,8 +41,8 @@ def test_a_process_ends_with_one_line_and_exit_code_2():
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        ([""], b"", "prompt 0 is empty"),
-        ([], b"", "prompt 0 is empty"),
+        ([""], b"", "prompt 1 is empty"),
+        ([], b"", "prompt 1 is empty"),
         (["--file", "no/such/file"], b"", "no/such/file"),
         (["--lines"], b"\n \n", "every line is blank"),
         (["hi", "--lines"], b"", "--lines is for files and standard input"),
@@ -66,7 +66,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run_here, arguments, stdin, messa
         (["--num-pages", 2, "--page-size", 4], "need 17 pages of 4, the pool has 1"),
         (["--record", "no/such/run.jsonl"], "record no/such/run.jsonl cannot be written"),
         (["--seed", -1], "seed must be in 0 .. 18446744073709551615, got -1; any of these will do"),
-        (["x" * 131072], "prompt 1: the prompt has 131072 tokens; with one to generate that"),
+        (["x" * 131072], "prompt 2: the prompt has 131072 tokens; with one to generate that"),
     ],
     ids=lambda x: f"{x!s:.30}",
 )
@@ -84,7 +84,7 @@ def test_a_request_that_fails_says_why(run_here, unsound_model):
         assert found["finish_reason"] == "error"
         assert found["error"].startswith("the network gave NaN or infinity")
     lines = result.stderr.decode().splitlines()[-2:]
-    for i, line in enumerate(lines):
+    for i, line in enumerate(lines, start=1):
         assert line.startswith(f"error: prompt {i}: the network gave NaN or infinity")
 
 
