@@ -56,8 +56,8 @@ class Consumer:
     plan: Plan
 
     @property
-    def queries(self) -> jax.Array:
-        """Of its tile, among those of the SM."""
+    def tile_of_sm(self) -> jax.Array:
+        """Its tile, counted over the rings of the SM: where its queries lie."""
         return lax.div(self.index, self.plan.sizes.shares)
 
     @property

@@ -105,7 +105,8 @@ def _attend(consumer: Consumer, q_ref, sinks_ref, out_refs, work: Work, n0: jax.
         keys = ring.at(n0 + 2 * (b - work.begin))
         values = ring.at(n0 + 2 * (b - work.begin) + 1)
         plgpu.barrier_wait(ring.full.at[keys])
-        score_MB = _dot(scratch.q_IMH.at[consumer.queries], ring.buffers.at[keys].transpose((1, 0)))
+        q_MH = scratch.q_IMH.at[consumer.tile_of_sm]
+        score_MB = _dot(q_MH, ring.buffers.at[keys].transpose((1, 0)))
         plgpu.barrier_arrive(ring.free.at[keys])
         score_MB = softmax.scaled(score_MB, plan.scale, plan.softcap)
         score_MB = softmax.visible(score_MB, position_M - b * KEYS, plan.window)
@@ -156,7 +157,7 @@ def _read_queries(consumer: Consumer, q_ref, work: Work) -> None:
         rows = scratch.rows_AMF.at[mine, pl.ds(0, ROWS), pl.ds(j, WIDTH)]
         q_MF = plgpu.load(rows, layout=TILE, optimized=False)
         place = pl.ds(consumer.first_column + j, WIDTH)
-        scratch.q_IMH[consumer.queries, :, place] = q_MF
+        scratch.q_IMH[consumer.tile_of_sm, :, place] = q_MF
     plgpu.commit_smem()
     _meet(consumer)
 
@@ -164,7 +165,7 @@ def _read_queries(consumer: Consumer, q_ref, work: Work) -> None:
 def _meet(consumer: Consumer) -> None:
     """The consumers of a tile wait for each other."""
     if consumer.plan.sizes.shares > 1:
-        here = consumer.scratch.q_here.at[consumer.queries]
+        here = consumer.scratch.q_here.at[consumer.tile_of_sm]
         plgpu.barrier_arrive(here)
         plgpu.barrier_wait(here)
 

@@ -73,7 +73,8 @@ def plan_units(
     """units_W8 of the slots in `mine_S`, of which those in `split_S` may have several parts; the
     number of units [1]; first unit and parts of each slot.
 
-    A part may have no keys. Entries from the number on are unspecified.
+    A slot's units follow each other tile by tile, those of a tile by their keys. A part may have no
+    keys. Entries from the number on are unspecified.
     """
     Q, B = cut.queries, cut.keys
 

@@ -79,6 +79,7 @@ def attention(units_ref, count_ref, q_ref, kv_ref, table_ref, *refs, plan: Plan)
     refs = list(refs)
     sinks_ref = refs.pop(0) if plan.sinks else None
     scale_ref = refs.pop(0) if plan.scaled else None
+    # Outputs come last. Before them may be the array whose place o takes, which is not read.
     o_ref, *part_refs = refs[-3:] if plan.split else refs[-1:]
     head_dim, page_size = kv_ref.shape[4], kv_ref.shape[3]
     dtype = matmul_dtype(q_ref.dtype, kv_ref.dtype)

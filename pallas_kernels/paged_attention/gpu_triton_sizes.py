@@ -89,13 +89,16 @@ def _float32_keys(spec: KernelSpec) -> int:
     return 32 if lanes_of(spec) <= (32 if _widens_to_float32(spec) else 64) else 16
 
 
-def _float32_warps(spec: KernelSpec) -> int:
-    return 8 if lanes_of(spec) >= 128 and not _widens_to_float32(spec) else 4
+def _float32_warps(spec: KernelSpec, wide: bool) -> int:
+    """As found by compiling: which number spills changes with the width, the kind of call and the
+    chip's threads per SM."""
+    return 8 if wide and not _widens_to_float32(spec) else 4
 
 
-def _on_hopper(chip: Chip) -> bool:
-    """Whose tensor cores take both operands from shared memory, so that registers are left."""
-    return chip.compute_capability[0] == 9
+def _reads_shared_memory(chip: Chip) -> bool:
+    """Whether tensor cores take both operands from there, which leaves registers; Blackwell's of
+    capability 12 do not."""
+    return chip.compute_capability[0] in (9, 10)
 
 
 def _most_rows(spec: KernelSpec, chip: Chip) -> int:
@@ -113,13 +116,14 @@ def _widens_to_float32(spec: KernelSpec) -> bool:
 def _spills_at_128_rows(spec: KernelSpec, chip: Chip) -> bool:
     """Whether ptxas spills where 8-bit keys meet 128 rows: not on Hopper, else on Blackwell always
     and before from 128 lanes on."""
-    blackwell = chip.compute_capability >= (10, 0)
-    return not _on_hopper(chip) and (blackwell or lanes_of(spec) >= 128)
+    major, _ = chip.compute_capability
+    return major != 9 and (major > 9 or lanes_of(spec) >= 128)
 
 
 def _keys_for_128_rows(spec: KernelSpec, chip: Chip) -> int:
     """As many as ptxas has registers for."""
-    if _on_hopper(chip) or (chip.compute_capability[0] == 10 and lanes_of(spec) > 64):
+    major, _ = chip.compute_capability
+    if _reads_shared_memory(chip) and (major == 9 or lanes_of(spec) > 64):
         return 64
     return 16 if spec.kv_dtype.startswith("float8") else 32
 
@@ -129,7 +133,8 @@ def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
     group = spec.num_heads // spec.num_kv_heads
     narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
     if _multiplies_float32(spec):
-        rows, keys, warps = _float32_rows(spec), _float32_keys(spec), _float32_warps(spec)
+        wide = lanes_of(spec) > 128 and chip.compute_capability == (8, 9)
+        rows, keys, warps = _float32_rows(spec), _float32_keys(spec), _float32_warps(spec, wide)
     elif narrow and lanes_of(spec) > 128 and chip.compute_capability >= (10, 0):
         rows, keys, warps = 32, 16, 4
     elif lanes_of(spec) > 128 or (narrow and _spills_at_128_rows(spec, chip)):
@@ -172,11 +177,12 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)
     lanes, narrow = lanes_of(spec), jnp.dtype(spec.kv_dtype).itemsize == 1
     if _multiplies_float32(spec):
-        most_keys, few = _float32_keys(spec), replace(few, warps=_float32_warps(spec))
+        warps = _float32_warps(spec, lanes == 128 and not chunks)
+        most_keys, few = _float32_keys(spec), replace(few, warps=warps)
     elif lanes > 128:
         most_keys, few = 32, replace(few, warps=8 if rows == MOST_ROWS or narrow else 4)
     else:
-        tight = (rows > FEWEST_ROWS or lanes < 32) and not _on_hopper(chip)
+        tight = (rows > FEWEST_ROWS or lanes < 32) and not _reads_shared_memory(chip)
         most_keys = 32 if narrow and (tight or queries == rows) else 64
     few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - TAKEN_BYTES)
     return (few, _chunk(spec, chip)) if chunks else (few,)
