@@ -30,6 +30,7 @@ from models.checkpoint.load import load_model
 from models.checkpoint.registry import fetch
 from models.kv_cache import init_cache
 from models.model import cache_specs, forward, unembed
+from tests.compiling import use_quick_engines
 
 pytestmark = pytest.mark.real_model
 
@@ -131,7 +132,8 @@ def test_b46_b50_real_model_mixed_batch_equals_recomputation_and_each_alone():
 
 
 @pytest.mark.parametrize("settings", RUNS[1:], ids=lambda run: "-".join(map(str, run.values())))
-def test_b46_b50_every_pair_of_settings_equals_recomputation_and_each_alone(settings):
+def test_b46_b50_every_pair_of_settings_equals_recomputation_and_each_alone(settings, monkeypatch):
+    use_quick_engines(monkeypatch)
     assert_each_request_gets_its_own_tokens(FIRST_LAYERS, settings)
 
 

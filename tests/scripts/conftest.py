@@ -11,8 +11,10 @@ from subprocess import CompletedProcess
 import pytest
 
 from engine import cli
+from tests.compiling import quick_engines
 from tests.tiny import write_tokenizer
 
+__all__ = ["quick_engines"]
 ROOT = Path(__file__).parents[2]
 
 
