@@ -229,9 +229,13 @@ def ask_more(llm: LLM) -> list:
     return [output.request_id, output.outputs[0].token_ids]
 
 
+# Bits depend on the compiler's options, so the other process has those of this one.
 CHILD = """
 import sys
+import pytest
+from tests.compiling import use_quick_engines
 from tests.engine.test_checkpoint import comparable, letters_llm, take
+use_quick_engines(pytest.MonkeyPatch())
 llm, seen = letters_llm(), {}
 take(llm.resume(sys.argv[1]), None, seen)
 print(comparable(seen))
