@@ -22,7 +22,7 @@ UNITS_PER_SM = 32  # of split slots, if all are as long as can be
 PARTS_BYTES = 256 << 20  # memory for the parts of split slots
 TAKEN_BYTES = 1024  # shared memory of an SM that a program takes beside its own
 # Float32 is multiplied number by number, not on tensor cores: ptxas spills with larger blocks and
-# tiles.
+# tiles, and with some numbers of warps.
 FLOAT32_ROWS = 32
 FLOAT32_TILE = 2048  # rows times lanes, but FEWEST_ROWS at least
 
@@ -89,12 +89,6 @@ def _float32_keys(spec: KernelSpec) -> int:
     return 32 if lanes_of(spec) <= (32 if _widens_to_float32(spec) else 64) else 16
 
 
-def _float32_warps(spec: KernelSpec, wide: bool) -> int:
-    """As found by compiling: which number spills changes with the width, the kind of call and the
-    chip's threads per SM."""
-    return 8 if wide and not _widens_to_float32(spec) else 4
-
-
 def _reads_shared_memory(chip: Chip) -> bool:
     """Whether tensor cores take both operands from there, which leaves registers; Blackwell's of
     capability 12 do not."""
@@ -121,7 +115,7 @@ def _spills_at_128_rows(spec: KernelSpec, chip: Chip) -> bool:
 
 
 def _keys_for_128_rows(spec: KernelSpec, chip: Chip) -> int:
-    """As many as ptxas has registers for."""
+    """Of a chunk's block: as many as ptxas has registers for."""
     major, _ = chip.compute_capability
     if _reads_shared_memory(chip) and (major == 9 or lanes_of(spec) > 64):
         return 64
@@ -133,8 +127,11 @@ def _chunk(spec: KernelSpec, chip: Chip) -> Sizes:
     group = spec.num_heads // spec.num_kv_heads
     narrow = jnp.dtype(spec.kv_dtype).itemsize == 1
     if _multiplies_float32(spec):
-        wide = lanes_of(spec) > 128 and chip.compute_capability == (8, 9)
-        rows, keys, warps = _float32_rows(spec), _float32_keys(spec), _float32_warps(spec, wide)
+        rows, keys, warps = _float32_rows(spec), _float32_keys(spec), 4
+        # As found by compiling; an SM of Ada holds fewer threads than an A100's or H100's.
+        ada = chip.compute_capability == (8, 9)
+        if ada and lanes_of(spec) > 128 and not _widens_to_float32(spec):
+            warps = 8
     elif narrow and lanes_of(spec) > 128 and chip.compute_capability >= (10, 0):
         rows, keys, warps = 32, 16, 4
     elif lanes_of(spec) > 128 or (narrow and _spills_at_128_rows(spec, chip)):
@@ -177,12 +174,14 @@ def default_sizes(spec: KernelSpec, chip: Chip) -> tuple[Sizes, ...]:
     few = Sizes(queries, rows, 64, parts=parts, part_keys=part_keys, programs=programs)
     lanes, narrow = lanes_of(spec), jnp.dtype(spec.kv_dtype).itemsize == 1
     if _multiplies_float32(spec):
-        warps = _float32_warps(spec, lanes == 128 and not chunks)
-        most_keys, few = _float32_keys(spec), replace(few, warps=warps)
+        most_keys = _float32_keys(spec)
+        if lanes == 128 and not chunks and not _widens_to_float32(spec):
+            few = replace(few, warps=8)  # as found by compiling: with 4 some calls spill
     elif lanes > 128:
         most_keys, few = 32, replace(few, warps=8 if rows == MOST_ROWS or narrow else 4)
     else:
         tight = (rows > FEWEST_ROWS or lanes < 32) and not _reads_shared_memory(chip)
-        most_keys = 32 if narrow and (tight or queries == rows) else 64
+        tight |= queries == rows  # each row has a position of its own
+        most_keys = 32 if narrow and tight else 64
     few = _block(spec, few, most_keys, chip.shared_memory_sm_bytes // 2 - TAKEN_BYTES)
     return (few, _chunk(spec, chip)) if chunks else (few,)

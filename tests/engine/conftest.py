@@ -1,5 +1,5 @@
 """Engines of tiny networks compile as briefly as those of the rule model."""
 
-from tests.compiling import quick_engines
+from tests.quick_engines import quick_engines
 
 __all__ = ["quick_engines"]

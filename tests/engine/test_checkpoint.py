@@ -233,7 +233,7 @@ def ask_more(llm: LLM) -> list:
 CHILD = """
 import sys
 import pytest
-from tests.compiling import use_quick_engines
+from tests.quick_engines import use_quick_engines
 from tests.engine.test_checkpoint import comparable, letters_llm, take
 use_quick_engines(pytest.MonkeyPatch())
 llm, seen = letters_llm(), {}

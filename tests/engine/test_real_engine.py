@@ -30,7 +30,7 @@ from models.checkpoint.load import load_model
 from models.checkpoint.registry import fetch
 from models.kv_cache import init_cache
 from models.model import cache_specs, forward, unembed
-from tests.compiling import use_quick_engines
+from tests.quick_engines import use_quick_engines
 
 pytestmark = pytest.mark.real_model
 

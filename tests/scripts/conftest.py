@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from engine import cli
-from tests.compiling import quick_engines
+from tests.quick_engines import quick_engines
 from tests.tiny import write_tokenizer
 
 __all__ = ["quick_engines"]
